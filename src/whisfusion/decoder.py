@@ -1,0 +1,263 @@
+"""The masked-diffusion decoder: reads a partly masked transcript and the audio, predicts every position at once.
+
+Letters: B utterances, K candidates, G = B * K sequences, L canvas positions, T audio positions, D width, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whisfusion.blocks import KeysValues, Rotation, Stack, paper_block, whisper_block
+from whisfusion.errors import ModelError, OptionError
+from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, VOCAB_SIZE, embedding_rows
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """How many positions a transcript is written on, the prompt's four included."""
+
+    rule: Literal["fixed", "follow"] = "fixed"
+    """"fixed": always `size` (the paper). "follow": as many as speech of the clip's duration may need."""
+    size: int = 192
+    """All positions, or the most of them."""
+
+    def positions(self, seconds: float) -> int:
+        """Positions for a clip of this duration: the fastest speech has 6.5 tokens a second."""
+        if self.rule == "fixed":
+            return self.size
+        return min(self.size, 16 * math.ceil((12 + 6.5 * seconds) / 16))
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a diffusion decoder. The defaults are the paper's: 828,216,064 parameters."""
+
+    layers: int = 24
+    width: int = 1280
+    heads: int = 20
+    hidden: int = 4096
+    """Width inside the feed-forward."""
+    audio_width: int = 1280
+    """Width of the encoder's features."""
+    block: Literal["paper", "whisper"] = "paper"
+    """"paper": RMSNorm, SwiGLU, RoPE, QK-norm, no biases. "whisper": Whisper's own, to start from its weights."""
+    tied: bool = False
+    """Whether the output head is the token embedding."""
+    anchors: bool = False
+    """Whether each position is told which slice of the audio is its own. Ours; off in the paper."""
+    canvas: Canvas = field(default_factory=Canvas)
+    norm_eps: float = 1e-5
+    rope_base: float = 1e4
+    dropout: float = 0.0
+    vocab_size: int = VOCAB_SIZE
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"decoder {name} must be at least 1, not {getattr(self, name)}"
+            for name in ("layers", "width", "heads", "hidden", "audio_width")
+            if getattr(self, name) < 1
+        ]
+        if self.heads >= 1 and self.width % (2 * self.heads):
+            problems.append(f"decoder width {self.width} must divide into {self.heads} heads of even width")
+        if self.block not in ("paper", "whisper"):
+            problems.append(f"decoder block must be 'paper' or 'whisper', not {self.block!r}")
+        if self.block == "whisper" and self.audio_width != self.width:
+            problems.append("a decoder of Whisper blocks must be as wide as its encoder")
+        if self.canvas.rule not in ("fixed", "follow") or self.canvas.size <= PROMPT_LENGTH:
+            problems.append(f"canvas must be fixed or follow with more than {PROMPT_LENGTH} positions")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout must be in [0, 1), not {self.dropout}")
+        OptionError.collect(problems)
+
+
+@dataclass(frozen=True)
+class AudioMemory:
+    """What the decoder keeps of an utterance's audio: computed once, read at every step by every candidate."""
+
+    layers: list[KeysValues]
+    heard_BT: Tensor | None
+    """True where there is audio; None where every position counts."""
+    anchors_BLD: Tensor | None = None
+    """Added to the input of each canvas position."""
+    quantity_B: Tensor | None = None
+    """How many tokens (endoftext included) the anchors hear."""
+
+
+class Anchors(nn.Module):
+    """Cuts the audio into one slice per token and gives each canvas position the mean of its own slice.
+
+    Every frame gets a weight a_t; their running sum A_t is a position in the transcript, so that position i takes
+    frame t with weight max(0, min(A_t, i + 1) - max(A_(t-1), i)).
+    """
+
+    def __init__(self, audio_width: int, width: int, hidden: int = 256) -> None:
+        super().__init__()
+        self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
+        self.weigh = nn.Linear(hidden, 1)
+        self.project = nn.Linear(audio_width, width, bias=False)
+
+    def forward(
+        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Slices (B, positions, D) and the quantity (B,) of tokens heard.
+
+        The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number.
+        """
+        h_BTE = F.gelu(self.context(audio_BTD.transpose(1, 2))).transpose(1, 2)
+        a_BT = torch.sigmoid(self.weigh(h_BTE).squeeze(-1).float())
+        if heard_BT is not None:
+            a_BT = a_BT * heard_BT
+        quantity_B = a_BT.sum(1)
+        counts_B = quantity_B.round().clamp(min=1) if counts_B is None else counts_B
+        end_BT = (a_BT * (counts_B / quantity_B)[:, None]).cumsum(1)
+        start_BT = F.pad(end_BT[:, :-1], (1, 0))
+        i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]
+        w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
+        slices_BLD = w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD
+        return self.project(slices_BLD), quantity_B
+
+
+class DiffusionDecoder(nn.Module):
+    """Bidirectional transformer over the canvas, with cross-attention to the audio in every block."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, layers = config.width, range(config.layers)
+        self.embed = nn.Embedding(config.vocab_size, width)
+        if config.block == "paper":
+            self.project = nn.Sequential(
+                nn.Linear(config.audio_width, width, bias=False),
+                nn.GELU(),
+                nn.Linear(width, width, bias=False),
+            )
+            self.blocks = Stack(
+                paper_block(
+                    width,
+                    config.heads,
+                    hidden=config.hidden,
+                    norm_eps=config.norm_eps,
+                    dropout=config.dropout,
+                )
+                for _ in layers
+            )
+            self.norm: nn.Module = nn.RMSNorm(width, eps=config.norm_eps)
+        else:
+            self.positions = nn.Parameter(torch.empty(config.canvas.size, width))
+            self.project = nn.Identity()
+            self.blocks = Stack(
+                whisper_block(width, config.heads, hidden=config.hidden, cross=True, dropout=config.dropout)
+                for _ in layers
+            )
+            self.norm = nn.LayerNorm(width)
+        if config.anchors:
+            self.anchors = Anchors(config.audio_width, width)
+        if not config.tied:
+            self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """N(0, 0.02^2) everywhere; output projections of attention and feed-forward scaled by 1 / sqrt(2 layers)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+                if isinstance(module, nn.Linear | nn.Conv1d) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.config.block == "whisper":
+            nn.init.normal_(self.positions, std=0.02, generator=generator)
+        scale = 1 / math.sqrt(2 * self.config.layers)
+        with torch.no_grad():
+            for block in self.blocks:
+                for output in (block.self_attn.out, block.cross_attn.out, block.ffn.down):
+                    output.weight.mul_(scale)
+            if self.config.anchors:
+                # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
+                self.anchors.weigh.bias.fill_(-2.6)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the prediction for a position is read at the one before it, as Whisper does."""
+        return self.config.block == "whisper"
+
+    def listen(
+        self,
+        audio_BTD: Tensor,
+        heard_BT: Tensor | None = None,
+        *,
+        positions: int,
+        counts_B: Tensor | None = None,
+    ) -> AudioMemory:
+        """Keys and values of every layer, and the anchors of a canvas of `positions`, from the encoder's features."""
+        memory_BTD = self.project(audio_BTD)
+        layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
+        if not self.config.anchors:
+            return AudioMemory(layers, heard_BT)
+        slices_BLD, quantity_B = self.anchors(
+            audio_BTD, heard_BT, positions=positions - PROMPT_LENGTH, counts_B=counts_B
+        )
+        before = PROMPT_LENGTH - self.reads_ahead
+        anchors_BLD = F.pad(slices_BLD, (0, 0, before, PROMPT_LENGTH - before))
+        return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B)
+
+    def forward(self, tokens_GL: Tensor, memory: AudioMemory, canvas_BL: Tensor | None = None) -> Tensor:
+        """States (G, L, D) from which `logits` predicts each position.
+
+        G is a whole multiple K of the memory's B utterances, candidates of one side by side. `canvas_BL` is true on
+        each utterance's own canvas; None where all are of full length.
+        """
+        x_GLD = self.embed(tokens_GL)
+        utterances = memory.layers[0].k_BHTC.shape[0]
+        if memory.anchors_BLD is not None:
+            x_GLD = (x_GLD.unflatten(0, (utterances, -1)) + memory.anchors_BLD[:, None]).flatten(0, 1)
+        rotation = None
+        if self.config.block == "whisper":
+            x_GLD = x_GLD + self.positions[: tokens_GL.shape[1]]
+        else:
+            head_width = self.config.width // self.config.heads
+            rotation = Rotation.of(tokens_GL.shape[1], head_width, self.config.rope_base, x_GLD.device)
+        self_mask = None
+        if canvas_BL is not None:
+            candidates = tokens_GL.shape[0] // utterances
+            self_mask = canvas_BL.repeat_interleave(candidates, 0)[:, None, None, :]
+        memory_mask = None if memory.heard_BT is None else memory.heard_BT[:, None, None, :]
+        for block, audio in zip(self.blocks, memory.layers, strict=True):
+            x_GLD = block(x_GLD, audio, self_mask=self_mask, memory_mask=memory_mask, rotation=rotation)
+        x_GLD = self.norm(x_GLD)
+        return x_GLD.roll(1, dims=1) if self.reads_ahead else x_GLD
+
+    def logits(self, states_RD: Tensor, ids: slice = slice(SAMPLEABLE)) -> Tensor:
+        """Logits of `states_RD` for the tokens `ids`: by default those that decoding may write."""
+        weight_VD = self.embed.weight if self.config.tied else self.head.weight
+        return F.linear(states_RD, weight_VD[ids])
+
+
+@torch.no_grad()
+def start_from_whisper(decoder: DiffusionDecoder, whisper: dict[str, Tensor]) -> None:
+    """Copy what fits of a Whisper decoder's state: everything for Whisper blocks, token embeddings for the paper's.
+
+    Tokens that Whisper does not have (the mask) get the mean embedding. Raises ModelError where shapes do not fit.
+    """
+    source_VD = whisper["embed.weight"]
+    if source_VD.shape[1] != decoder.config.width:
+        raise ModelError(
+            f"cannot start a decoder of width {decoder.config.width} from a Whisper of width {source_VD.shape[1]}"
+        )
+    mean_D = source_VD.mean(0)
+    rows = embedding_rows(source_VD.shape[0])
+    table_VD = torch.stack([mean_D if row is None else source_VD[row] for row in rows])
+    assert rows[MASK] is None
+    decoder.embed.weight.copy_(table_VD)
+    if not decoder.config.tied:
+        decoder.head.weight.copy_(table_VD)
+    if decoder.config.block != "whisper":
+        return
+    decoder.positions.copy_(whisper["positions"][: decoder.config.canvas.size])
+    for name, module in (("blocks", decoder.blocks), ("norm", decoder.norm)):
+        own = module.state_dict()
+        given = {key.removeprefix(f"{name}."): value for key, value in whisper.items() if key.startswith(f"{name}.")}
+        # A shallower decoder takes Whisper's first blocks.
+        module.load_state_dict({key: given[key] for key in own if key in given}, strict=True)

@@ -1,0 +1,194 @@
+import math
+
+import pytest
+import torch
+
+from whisfusion.decoder import Anchors, Canvas, DecoderConfig, DiffusionDecoder, start_from_whisper
+from whisfusion.encoder import EncoderConfig, WhisperEncoder
+from whisfusion.errors import ModelError, OptionError
+from whisfusion.tokenizer import MASK, PROMPT_LENGTH, VOCAB_SIZE, embedding_rows
+from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
+
+FLOAT32_TOLERANCE = 2e-5
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def small(**changes):
+    settings = {"layers": 2, "width": 32, "heads": 4, "hidden": 64, "audio_width": 32, "vocab_size": VOCAB_SIZE}
+    torch.manual_seed(0)
+    return DiffusionDecoder(DecoderConfig(**(settings | changes))).eval()
+
+
+WHISPER = {"block": "whisper", "tied": True, "anchors": True, "canvas": Canvas("follow", 224)}
+KINDS = [{}, {"anchors": True}, {"tied": True}, WHISPER]
+
+
+def test_the_default_is_the_papers_decoder():
+    with torch.device("meta"):
+        decoder = DiffusionDecoder(DecoderConfig())
+    assert count(decoder) == 828_216_064
+    assert decoder.embed.weight.shape == decoder.head.weight.shape == (51_867, 1280)
+    assert not any(name.endswith("bias") for name, _ in decoder.named_parameters())
+
+
+def test_the_large_v3_encoder_has_the_papers_size():
+    with torch.device("meta"):
+        encoder = WhisperEncoder(EncoderConfig())
+    assert count(encoder) == 636_968_960
+    assert count(encoder) - encoder.positions.numel() == 635_048_960
+
+
+def test_initialisation_scales_the_output_projections():
+    torch.manual_seed(0)
+    decoder = DiffusionDecoder(DecoderConfig(layers=8, width=128, heads=4, hidden=256, audio_width=128))
+    scaled = 0.02 / math.sqrt(16)
+    for block in decoder.blocks:
+        for linear in (block.self_attn.out, block.cross_attn.out, block.ffn.down):
+            assert linear.weight.std().item() == pytest.approx(scaled, rel=0.05)
+        for linear in (block.self_attn.q, block.cross_attn.v, block.ffn.up):
+            assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for matrix in (decoder.embed.weight, decoder.head.weight, decoder.project[0].weight):
+        assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_candidates_folded_into_the_query_equal_candidates_with_copied_audio(changes):
+    decoder = small(**changes)
+    audio = torch.randn(2, 30, 32)
+    tokens = torch.randint(0, 50_000, (2, 3, 16))
+    tokens[..., 6:] = MASK
+    with torch.no_grad():
+        folded = decoder(tokens.flatten(0, 1), decoder.listen(audio, positions=16))
+        copied = decoder(tokens.flatten(0, 1), decoder.listen(audio.repeat_interleave(3, 0), positions=16))
+    assert (folded - copied).abs().max() < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_an_utterance_alone_equals_the_same_one_in_a_longer_batch(changes):
+    decoder = small(**changes)
+    audio = torch.randn(1, 20, 32)
+    tokens = torch.randint(0, 50_000, (1, 16))
+    heard = torch.arange(50) < torch.tensor([[20], [50]])
+    canvas = torch.arange(32) < torch.tensor([[16], [32]])
+    with torch.no_grad():
+        alone = decoder(tokens, decoder.listen(audio, positions=16))
+        padded = torch.cat((torch.nn.functional.pad(audio, (0, 0, 0, 30)), torch.randn(1, 50, 32)))
+        both = torch.cat((torch.nn.functional.pad(tokens, (0, 16), value=7), torch.randint(0, 50_000, (1, 32))))
+        batched = decoder(both, decoder.listen(padded, heard, positions=32), canvas)
+    start = 1 if decoder.reads_ahead else 0  # nothing is read at position 0 there
+    assert (alone[0, start:] - batched[0, start:16]).abs().max() < FLOAT32_TOLERANCE
+
+
+def test_every_position_sees_every_other_and_the_audio():
+    decoder = small()
+    audio, tokens = torch.randn(1, 20, 32), torch.randint(0, 50_000, (1, 16))
+    with torch.no_grad():
+        base = decoder(tokens, decoder.listen(audio, positions=16))
+        late = tokens.clone()
+        late[0, 15] = 3
+        assert (decoder(late, decoder.listen(audio, positions=16))[0, 0] - base[0, 0]).abs().max() > 1e-6
+        other = audio.clone()
+        other[0, 19] += 1
+        assert (decoder(tokens, decoder.listen(other, positions=16)) - base).abs().amax(-1).min() > 1e-7
+
+
+def test_positions_matter_on_the_text_side_and_not_on_the_audio_side():
+    decoder = small()
+    audio, tokens = torch.randn(1, 20, 32), torch.randint(0, 50_000, (1, 16))
+    with torch.no_grad():
+        base = decoder(tokens, decoder.listen(audio, positions=16))
+        shuffled_audio = decoder(tokens, decoder.listen(audio[:, torch.randperm(20)], positions=16))
+        turned_text = decoder(tokens.flip(1), decoder.listen(audio, positions=16)).flip(1)
+    assert (shuffled_audio - base).abs().max() < FLOAT32_TOLERANCE
+    assert (turned_text - base).abs().max() > 1e-3
+
+
+def test_anchors_cut_the_audio_where_the_running_sum_passes_whole_numbers():
+    anchors = Anchors(4, 4)
+    torch.nn.init.zeros_(anchors.weigh.weight)  # the same weight for every frame
+    torch.nn.init.eye_(anchors.project.weight)
+    audio = torch.arange(12.0)[None, :, None].expand(1, 12, 4)
+    slices, quantity = anchors(audio, None, positions=5, counts_B=torch.tensor([4]))
+    # 12 frames in 4 slices: the means of frames 0-2, 3-5, 6-8, 9-11, and nothing for the fifth position.
+    assert slices[0, :, 0].tolist() == pytest.approx([1.0, 4.0, 7.0, 10.0, 0.0], abs=1e-4)
+    assert quantity.item() == pytest.approx(12 * torch.sigmoid(anchors.weigh.bias).item(), rel=1e-5)
+
+
+def test_anchors_estimate_a_whole_number_of_tokens():
+    decoder = small(**WHISPER)
+    memory = decoder.listen(torch.randn(2, 100, 32), positions=64)
+    assert memory.quantity_B is not None
+    assert memory.anchors_BLD is not None
+    assert 4 < memory.quantity_B[0].item() < 12  # sigmoid(-2.6) of 100 frames
+    used = memory.anchors_BLD.abs().sum(-1) > 0
+    assert used.sum(1).tolist() == memory.quantity_B.round().int().tolist()
+    # Read ahead: the anchor of the first text position lies on the last position of the prompt.
+    assert used[:, PROMPT_LENGTH - 1].all()
+    assert not used[:, : PROMPT_LENGTH - 1].any()
+
+
+def whisper_decoder(width=32, layers=2):
+    torch.manual_seed(1)
+    config = WhisperDecoderConfig(vocab_size=51_865, width=width, layers=layers, heads=4, positions=448)
+    decoder = WhisperDecoder(config)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return decoder
+
+
+def test_warm_start_predicts_what_whisper_does_where_nothing_lies_ahead():
+    """Without the causal mask, the last position still sees exactly what Whisper's last position sees."""
+    whisper = whisper_decoder(layers=1)
+    decoder = small(**(WHISPER | {"anchors": False, "layers": 1, "hidden": 128}))
+    start_from_whisper(decoder, whisper.state_dict())
+    audio = torch.randn(1, 20, 32)
+    tokens = torch.randint(0, 50_000, (1, 9))
+    with torch.no_grad():
+        # One layer: the state at the last position depends on earlier embeddings alone.
+        ours = decoder.norm(decoder.blocks[0](*_inputs(decoder, tokens, audio)))[:, -1]
+        theirs = whisper.states(tokens, whisper.listen(audio))[:, -1]
+    assert (ours - theirs).abs().max() < FLOAT32_TOLERANCE
+
+
+def _inputs(decoder, tokens, audio):
+    return decoder.embed(tokens) + decoder.positions[: tokens.shape[1]], decoder.listen(audio, positions=16).layers[0]
+
+
+def test_warm_start_maps_tokens_and_gives_the_mask_the_mean():
+    whisper = whisper_decoder()
+    decoder = small(**(WHISPER | {"hidden": 128}))
+    start_from_whisper(decoder, whisper.state_dict())
+    source = whisper.embed.weight
+    assert torch.equal(decoder.embed.weight[50_364], source[50_363])  # notimestamps is one lower there
+    assert torch.equal(decoder.embed.weight[1234], source[1234])
+    assert torch.allclose(decoder.embed.weight[MASK], source.mean(0))
+    assert embedding_rows(51_865)[MASK] is None
+    assert torch.equal(decoder.blocks[1].ffn.up.weight, whisper.blocks[1].ffn.up.weight)
+
+
+def test_paper_blocks_take_the_token_embeddings_alone():
+    whisper = whisper_decoder()
+    decoder = small()
+    before = decoder.blocks[0].self_attn.q.weight.clone()
+    start_from_whisper(decoder, whisper.state_dict())
+    assert torch.equal(decoder.embed.weight[7], whisper.embed.weight[7])
+    assert torch.equal(decoder.head.weight[7], whisper.embed.weight[7])
+    assert torch.equal(decoder.blocks[0].self_attn.q.weight, before)
+    with pytest.raises(ModelError, match="width"):
+        start_from_whisper(small(), whisper_decoder(width=64).state_dict())
+
+
+def test_the_canvas_is_fixed_or_follows_the_audio():
+    assert Canvas().positions(3.0) == Canvas().positions(30.0) == 192
+    follow = Canvas("follow", 224)
+    assert [follow.positions(s) for s in (0.1, 0.7, 5.0, 10.0, 30.0)] == [16, 32, 48, 80, 208]
+    assert Canvas("follow", 128).positions(30.0) == 128
+
+
+def test_bad_shapes_are_named_all_at_once():
+    with pytest.raises(OptionError) as caught:
+        DecoderConfig(layers=0, width=100, heads=3, block="gpt", dropout=1.0)  # ty: ignore
+    assert all(word in str(caught.value) for word in ("layers", "heads", "block", "dropout"))
