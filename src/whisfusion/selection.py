@@ -1,0 +1,109 @@
+"""Which of the K candidates becomes the transcript. One small protocol; every selector says what it decided by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from whisfusion.errors import OptionError
+from whisfusion.normalise import edit_rate
+from whisfusion.pdd import Candidate
+from whisfusion.whisper import WhisperDecoder, log_likelihood
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All that a selector may look at for one utterance."""
+
+    candidates: Sequence[Candidate]
+    texts: Sequence[str]
+    language: str
+    audio_TD: Tensor | None = None
+    """The encoder's features of the utterance."""
+    reference: str | None = None
+    """The true transcript, which only the oracle reads."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen candidate, and each candidate's score: the highest won."""
+
+    index: int
+    scores: tuple[float, ...]
+
+
+class Selector(Protocol):
+    """Chooses one candidate for each of a batch of utterances."""
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        """One selection per pool."""
+        ...
+
+
+def _best(scores: Sequence[float], candidates: Sequence[Candidate]) -> Selection:
+    """The highest score; ties go to the higher confidence, then to the first."""
+    index = max(range(len(scores)), key=lambda i: (scores[i], candidates[i].confidence, -i))
+    return Selection(index, tuple(scores))
+
+
+def risks(texts: Sequence[str], language: str) -> list[float]:
+    """Each text's summed edit rate to all the others, as if each of them were the truth."""
+    return [
+        sum(edit_rate(text, other, language) for j, other in enumerate(texts) if j != i and other != text)
+        for i, text in enumerate(texts)
+    ]
+
+
+class MinimumBayesRisk:
+    """Consensus: the candidate nearest to all the others. Its scores are the negative risks."""
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        return [_best([-risk for risk in risks(pool.texts, pool.language)], pool.candidates) for pool in pools]
+
+
+class HighestConfidence:
+    """The candidate the model was surest of, by mean log-probability of its tokens."""
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        return [_best([c.confidence for c in pool.candidates], pool.candidates) for pool in pools]
+
+
+class Oracle:
+    """The candidate with the fewest errors against the reference: an upper bound, not a system."""
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        if any(pool.reference is None for pool in pools):
+            raise OptionError("oracle selection needs the reference transcript of every utterance")
+        return [
+            _best(
+                [-edit_rate(text, pool.reference or "", pool.language) for text in pool.texts],
+                pool.candidates,
+            )
+            for pool in pools
+        ]
+
+
+class WhisperRerank:
+    """The candidate that Whisper's own decoder finds likeliest, per token, over the same encoder features."""
+
+    def __init__(self, decoder: WhisperDecoder) -> None:
+        self.decoder = decoder
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        features = [pool.audio_TD for pool in pools if pool.audio_TD is not None]
+        if len(features) != len(pools):
+            raise OptionError("reranking needs the encoder's features of every utterance")
+        audio_BTD = pad_sequence(features, batch_first=True)
+        lengths_B = torch.tensor([len(audio_TD) for audio_TD in features], device=audio_BTD.device)
+        mask_BT = torch.arange(audio_BTD.shape[1], device=audio_BTD.device) < lengths_B[:, None]
+        scores = log_likelihood(
+            self.decoder,
+            audio_BTD,
+            [[candidate.tokens for candidate in pool.candidates] for pool in pools],
+            [pool.language for pool in pools],
+            audio_mask_BT=None if mask_BT.all() else mask_BT,
+        )
+        return [_best(row, pool.candidates) for row, pool in zip(scores, pools, strict=True)]
