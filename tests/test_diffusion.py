@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from whisfusion.diffusion import MaskRatios, corrupt, diffusion_loss, loss_weights, quantity_loss
+from whisfusion.diffusion import MaskRatios, corrupt, diffusion_loss, loss_weights, position_losses, quantity_loss
 from whisfusion.errors import OptionError
 from whisfusion.tokenizer import ENDOFTEXT, MASK
 
@@ -50,7 +50,7 @@ def test_the_loss_is_the_mean_over_positions_then_over_utterances():
         losses = [-logits[row, i].log_softmax(0)[tokens[row, i]].item() for i in positions]
         by_hand += sum(losses) / len(losses)
     chosen = weights > 0
-    loss = diffusion_loss(logits[chosen], tokens[chosen], weights[chosen])
+    loss = diffusion_loss(position_losses(logits[chosen], tokens[chosen]), weights[chosen])
     assert loss.item() == pytest.approx(by_hand, rel=1e-5)
     assert torch.allclose(weights.sum(1), torch.ones(3))
 

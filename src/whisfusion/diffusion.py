@@ -55,10 +55,14 @@ def loss_weights(corrupted_BL: Tensor, scored_BL: Tensor) -> Tensor:
     return in_loss_BL / in_loss_BL.sum(1, keepdim=True).clamp(min=1)
 
 
-def diffusion_loss(logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Weighted sum of cross-entropies over the R positions that have a weight; float32 whatever the logits are."""
-    loss_R = F.cross_entropy(logits_RV.float(), targets_R, reduction="none", label_smoothing=label_smoothing)
-    return (loss_R * weights_R).sum()
+def position_losses(logits_RV: Tensor, targets_R: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of each of R positions; float32 whatever the logits are."""
+    return F.cross_entropy(logits_RV.float(), targets_R, reduction="none", label_smoothing=label_smoothing)
+
+
+def diffusion_loss(losses_R: Tensor, weights_R: Tensor) -> Tensor:
+    """The weighted sum of `position_losses` over the positions that have a weight."""
+    return (losses_R * weights_R).sum()
 
 
 def quantity_loss(quantity_B: Tensor, counts_B: Tensor) -> Tensor:

@@ -1,0 +1,242 @@
+"""The two systems behind a Transcriber: masked diffusion, and Whisper's own greedy decoder as the peer.
+
+Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from whisfusion.checkpoint import Model
+from whisfusion.decoder import AudioMemory, DiffusionDecoder
+from whisfusion.encoder import audio_mask
+from whisfusion.errors import LanguageError, OptionError
+from whisfusion.mel import log_mel
+from whisfusion.pdd import Candidate, PDDOptions, parallel_decode
+from whisfusion.selection import (
+    HighestConfidence,
+    MinimumBayesRisk,
+    Oracle,
+    Pool,
+    Selection,
+    Selector,
+    WhisperRerank,
+    risks,
+)
+from whisfusion.tokenizer import MASK, get_tokenizer
+from whisfusion.transcriber import Alternative, DecodingOptions, Heard, Stopwatch, Window
+from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
+
+_LANGUAGE_POSITION = 1
+
+
+class DecoderPredictor:
+    """A diffusion decoder listening to a batch of utterances, as decoding sees it."""
+
+    def __init__(self, decoder: DiffusionDecoder, memory: AudioMemory, canvas_BL: Tensor | None) -> None:
+        self._decoder, self._memory, self._canvas_BL = decoder, memory, canvas_BL
+
+    def states(self, tokens_BKL: Tensor) -> Tensor:
+        """Hidden states (B, K, L, D) of partly masked canvases."""
+        states_GLD = self._decoder(tokens_BKL.flatten(0, 1), self._memory, self._canvas_BL)
+        return states_GLD.unflatten(0, tokens_BKL.shape[:2])
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """Logits over the ids that may be written."""
+        return self._decoder.logits(states_RD)
+
+
+class DiffusionSystem:
+    """A frozen Whisper encoder and a masked-diffusion decoder, with Parallel Diffusion Decoding."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.default = model.generation
+        self._rerank: WhisperRerank | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.encoder.positions.device
+
+    def check(self, options: DecodingOptions, language: str | None) -> None:
+        """Raise before any work if this model cannot do what is asked."""
+        config = self.model.config
+        if language is None and not config.detects_language:
+            raise LanguageError(
+                "this model does not detect the language: give one with --language (language=...), "
+                f"one of {', '.join(config.languages)}"
+            )
+        if language is not None and language not in config.languages:
+            raise LanguageError(f"this model was not trained on {language!r}, only on {', '.join(config.languages)}")
+        self._selector(options)
+
+    def detect(self, batch: Sequence[Window]) -> list[str]:
+        """The language of each window, from the prompt's masked language token."""
+        audio_BTD, heard_BT = self._encode(batch, Stopwatch({}, self._device))
+        predictor, _ = self._listen(batch, audio_BTD, heard_BT)
+        return self._detect(batch, predictor)
+
+    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
+        """Encode, listen, decode K candidates in N steps, select."""
+        watch = Stopwatch(timings, self._device)
+        audio_BTD, heard_BT = self._encode(batch, watch)
+        predictor, canvas_B = self._listen(batch, audio_BTD, heard_BT)
+        languages = [window.language for window in batch]
+        if None in languages:
+            detected = self._detect(batch, predictor)
+            languages = [given or found for given, found in zip(languages, detected, strict=True)]
+        spoken = [language for language in languages if language is not None]
+        prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken], device=self._device)
+        seeds = [window.seed for window in batch]
+        decoded = parallel_decode(predictor, prompts_BP, canvas_B, seeds, options.pdd)
+        watch.lap("decode")
+        lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
+        pools = [
+            Pool(
+                candidates,
+                [get_tokenizer().decode(candidate.tokens) for candidate in candidates],
+                language,
+                audio_BTD[row, : lengths[row]],
+                batch[row].reference,
+            )
+            for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
+        ]
+        selections = self._selector(options)(pools)
+        heard = [_heard(pool, selection) for pool, selection in zip(pools, selections, strict=True)]
+        watch.lap("select")
+        return heard
+
+    def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
+        config, encoder = self.model.config, self.model.encoder
+        mel = log_mel(
+            [window.samples for window in batch],
+            n_mels=config.encoder.mels,
+            window=config.window,
+            device=self._device,
+        )
+        watch.lap("mel")
+        frames_B = mel.frames_B if config.window == "clip" else None
+        audio_BTD = encoder(mel.mel_BMF.to(encoder.positions.dtype), frames_B)
+        heard_BT = None if frames_B is None else audio_mask(frames_B, audio_BTD.shape[1])
+        watch.lap("encode")
+        return audio_BTD, heard_BT
+
+    def _listen(
+        self, batch: Sequence[Window], audio_BTD: Tensor, heard_BT: Tensor | None
+    ) -> tuple[DecoderPredictor, list[int]]:
+        canvas = self.model.config.decoder.canvas
+        canvas_B = [canvas.positions(window.seconds) for window in batch]
+        with torch.no_grad():
+            memory = self.model.decoder.listen(audio_BTD, heard_BT, positions=max(canvas_B))
+        canvas_BL = None
+        if min(canvas_B) < max(canvas_B):
+            position_L = torch.arange(max(canvas_B), device=self._device)
+            canvas_BL = position_L < torch.tensor(canvas_B, device=self._device)[:, None]
+        return DecoderPredictor(self.model.decoder, memory, canvas_BL), canvas_B
+
+    @torch.no_grad()
+    def _detect(self, batch: Sequence[Window], predictor: DecoderPredictor) -> list[str]:
+        """One look at an empty canvas whose language is masked too."""
+        if not self.model.config.detects_language:
+            raise LanguageError("this model does not detect the language: give one with --language (language=...)")
+        tokenizer, languages = get_tokenizer(), self.model.config.languages
+        positions = self.model.config.decoder.canvas.positions(max(window.seconds for window in batch))
+        tokens_BKL = torch.full((len(batch), 1, positions), MASK, device=self._device)
+        tokens_BKL[..., : len(tokenizer.prompt(languages[0]))] = torch.tensor(
+            tokenizer.prompt(languages[0]), device=self._device
+        )
+        tokens_BKL[..., _LANGUAGE_POSITION] = MASK
+        states_BD = predictor.states(tokens_BKL)[:, 0, _LANGUAGE_POSITION]
+        ids = [tokenizer.language_id(language) for language in languages]
+        logits_BV = self.model.decoder.logits(states_BD, slice(None))[:, ids]
+        return [languages[i] for i in logits_BV.argmax(1).tolist()]
+
+    def _selector(self, options: DecodingOptions) -> Selector:
+        if options.selection == "rerank":
+            return self._reranker()
+        simple = {"mbr": MinimumBayesRisk, "confidence": HighestConfidence, "oracle": Oracle}
+        if options.selection not in simple:
+            raise OptionError(f"selection must be mbr, confidence, rerank or oracle, not {options.selection!r}")
+        return simple[options.selection]()
+
+    def _reranker(self) -> WhisperRerank:
+        """Whisper's decoder, read from the cache on first use."""
+        if self._rerank is None:
+            from whisfusion import hub
+            from whisfusion.weights import load_whisper
+
+            path = hub.resolve(self.model.config.encoder_name)
+            whisper = load_whisper(path, self._device, self.model.encoder.positions.dtype)
+            self._rerank = WhisperRerank(whisper.decoder)
+        return self._rerank
+
+
+class WhisperSystem:
+    """Whisper with its own greedy decoder over the same encoder code."""
+
+    default = PDDOptions()
+
+    def __init__(self, whisper: Whisper) -> None:
+        self.whisper = whisper
+
+    def check(self, options: DecodingOptions, language: str | None) -> None:
+        """Nothing to refuse: options of diffusion decoding are not looked at."""
+
+    def detect(self, batch: Sequence[Window]) -> list[str]:
+        """The likeliest language of each window, by Whisper's own language tokens."""
+        return self._detect(self._encode(batch, Stopwatch({}, self.whisper.encoder.positions.device)))
+
+    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
+        """Encode, then write token by token."""
+        watch = Stopwatch(timings, self.whisper.encoder.positions.device)
+        audio_BTD = self._encode(batch, watch)
+        given = [window.language for window in batch]
+        detected = self._detect(audio_BTD) if None in given else given
+        languages = [language or found or "" for language, found in zip(given, detected, strict=True)]
+        hypotheses = greedy(self.whisper.decoder, audio_BTD, languages)
+        watch.lap("decode")
+        return [
+            Heard(
+                language=language,
+                text=get_tokenizer().decode(hypothesis.tokens),
+                tokens=tuple(hypothesis.tokens),
+                avg_logprob=hypothesis.avg_logprob,
+                no_speech_prob=hypothesis.no_speech_prob,
+            )
+            for hypothesis, language in zip(hypotheses, languages, strict=True)
+        ]
+
+    def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> Tensor:
+        encoder = self.whisper.encoder
+        mel_BMF = window_mel(
+            [window.samples for window in batch], n_mels=encoder.config.mels, device=encoder.positions.device
+        )
+        watch.lap("mel")
+        audio_BTD = encoder(mel_BMF.to(encoder.positions.dtype))
+        watch.lap("encode")
+        return audio_BTD
+
+    def _detect(self, audio_BTD: Tensor) -> list[str]:
+        return [next(iter(ranked)) for ranked in detect_language(self.whisper.decoder, audio_BTD)]
+
+
+def _heard(pool: Pool, selection: Selection) -> Heard:
+    """The chosen candidate, the others beside it."""
+    chosen: Candidate = pool.candidates[selection.index]
+    pool_risks = risks(pool.texts, pool.language)
+    others = len(pool.candidates) - 1
+    return Heard(
+        language=pool.language,
+        text=pool.texts[selection.index],
+        tokens=chosen.tokens,
+        avg_logprob=chosen.confidence,
+        no_speech_prob=sum(not candidate.tokens for candidate in pool.candidates) / len(pool.candidates),
+        candidates=tuple(
+            Alternative(text, candidate.confidence, risk, score)
+            for text, candidate, risk, score in zip(
+                pool.texts, pool.candidates, pool_risks, selection.scores, strict=True
+            )
+        ),
+        agreement=1 - min(1.0, pool_risks[selection.index] / others) if others else None,
+    )

@@ -1,0 +1,346 @@
+"""Transcriber: the object that users hold. Any audio in, transcripts out, whichever system writes them."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO, Literal, Protocol, TypedDict, Unpack, overload
+
+import numpy as np
+import torch
+
+from whisfusion.audio import SAMPLE_RATE, load_audio
+from whisfusion.errors import OptionError
+from whisfusion.pdd import PDDOptions
+from whisfusion.speech import windows
+from whisfusion.tokenizer import canonical_language
+
+Audio = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | torch.Tensor
+"""What can be transcribed: a path, "-" for stdin, the bytes of a file, a binary file object, or samples at 16 kHz."""
+
+SelectionName = Literal["mbr", "confidence", "rerank", "oracle"]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One candidate transcript of a segment, and what selection knew of it."""
+
+    text: str
+    confidence: float
+    """Mean log-probability of its tokens."""
+    risk: float
+    """Summed edit rate to the other candidates."""
+    score: float
+    """What the selector decided by: the highest won."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A window of the audio and what was said in it. Times in seconds from the start of the file."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: tuple[int, ...]
+    avg_logprob: float
+    no_speech_prob: float
+    """Whisper's own; for diffusion the share of candidates that heard nothing."""
+    candidates: tuple[Alternative, ...] = ()
+    agreement: float | None = None
+    """1 where all candidates say the same, towards 0 where they share nothing."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What was said in one file."""
+
+    text: str
+    language: str
+    duration: float
+    segments: tuple[Segment, ...]
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds spent on this file's share of each stage: mel, encode, decode, select."""
+
+    @property
+    def confidence(self) -> float:
+        """Mean log-probability per token over all segments."""
+        tokens = [len(segment.tokens) + 1 for segment in self.segments]
+        return sum(s.avg_logprob * n for s, n in zip(self.segments, tokens, strict=True)) / sum(tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of all segments, one after another."""
+        return tuple(token for segment in self.segments for token in segment.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with Whisper's names, ours beside them: what the json format holds."""
+        value = asdict(self)
+        for segment in value["segments"]:
+            if not segment["candidates"]:
+                del segment["candidates"], segment["agreement"]
+        return value | {"confidence": self.confidence}
+
+
+@dataclass(frozen=True)
+class Window:
+    """At most 30 s of one file, as a system gets it."""
+
+    samples: np.ndarray
+    seed: int
+    language: str | None
+    reference: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its duration."""
+        return len(self.samples) / SAMPLE_RATE
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a system makes of a window."""
+
+    language: str
+    text: str
+    tokens: tuple[int, ...]
+    avg_logprob: float
+    no_speech_prob: float
+    candidates: tuple[Alternative, ...] = ()
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """Everything about how to transcribe that is not the audio."""
+
+    pdd: PDDOptions
+    selection: SelectionName = "mbr"
+
+
+class System(Protocol):
+    """What turns a batch of windows into text. Stateless between calls."""
+
+    default: PDDOptions
+
+    def check(self, options: DecodingOptions, language: str | None) -> None:
+        """Raise before any work if these options cannot be served."""
+        ...
+
+    def detect(self, batch: Sequence[Window]) -> list[str]:
+        """The language of each window. Raises LanguageError where the system cannot tell."""
+        ...
+
+    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
+        """Transcribe windows, detecting the language of those that have none; add each stage's seconds to `timings`."""
+        ...
+
+
+class TranscribeOptions(TypedDict, total=False):
+    """The keyword arguments of `Transcriber.transcribe`, which explains them."""
+
+    language: str | None
+    candidates: int | None
+    steps: int | None
+    trajectory: Sequence[float] | None
+    temperature: float | None
+    remask: Literal["random", "confidence"] | None
+    selection: SelectionName
+    reference: str | Sequence[str] | None
+    seed: int
+    batch_size: int
+    on_progress: Callable[[float], None] | None
+
+
+class Transcriber:
+    """Transcribes files, bytes, streams and arrays with one system. Make it with `whisfusion.load`."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+
+    @overload
+    def transcribe(self, audio: Audio, **options: Unpack[TranscribeOptions]) -> Transcript: ...
+    @overload
+    def transcribe(
+        self, audio: list[Audio] | tuple[Audio, ...], **options: Unpack[TranscribeOptions]
+    ) -> list[Transcript]: ...
+
+    def transcribe(
+        self, audio: Audio | list[Audio] | tuple[Audio, ...], **options: Unpack[TranscribeOptions]
+    ) -> Transcript | list[Transcript]:
+        """Transcribe one audio, or a list or tuple of them in shared batches.
+
+        An audio is a path, "-" for stdin, the bytes of a file, a binary file object, or samples (an array or tensor at
+        16 kHz). Whatever is longer than 30 s is cut at quiet points, decoded in parts and joined.
+
+        language: a code or an English name; None lets the model detect it, where it can.
+        candidates, steps, trajectory, temperature, remask: K, N and the rest of `PDDOptions`; the model's own if None.
+        selection: "mbr", "confidence", "rerank" (by Whisper's likelihood) or "oracle".
+        reference: the true transcript or transcripts, for the oracle alone.
+        seed: with a window's samples it decides all randomness: what else is in the batch does not.
+        batch_size: windows decoded at once, 16 if not given.
+        on_progress: called with the seconds of audio done so far.
+
+        Raises AudioError, LanguageError or OptionError, with a sentence that says what to do.
+        """
+        if isinstance(audio, list | tuple):
+            return self._transcribe(list(audio), **options)
+        return self._transcribe([audio], **options)[0]
+
+    def _transcribe(
+        self,
+        sources: list[Audio],
+        *,
+        language: str | None = None,
+        candidates: int | None = None,
+        steps: int | None = None,
+        trajectory: Sequence[float] | None = None,
+        temperature: float | None = None,
+        remask: Literal["random", "confidence"] | None = None,
+        selection: SelectionName = "mbr",
+        reference: str | Sequence[str] | None = None,
+        seed: int = 0,
+        batch_size: int = 16,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> list[Transcript]:
+        references = [reference] if isinstance(reference, str) else list(reference or [None] * len(sources))
+        if len(references) != len(sources):
+            raise OptionError(f"{len(sources)} audios need as many references, not {len(references)}")
+        if batch_size < 1:
+            raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+        given = {
+            "candidates": candidates,
+            "steps": steps,
+            "trajectory": None if trajectory is None else tuple(trajectory),
+            "temperature": temperature,
+            "remask": remask,
+        }
+        options = DecodingOptions(_override(self.system.default, given), selection)
+        language = None if language is None else canonical_language(language)
+        self.system.check(options, language)
+
+        files: list[list[tuple[int, int]]] = []
+        batch: list[Window] = []
+        for source, text in zip(sources, references, strict=True):
+            samples = load_audio(source)
+            files.append(windows(samples))
+            if text is not None and len(files[-1]) > 1:
+                raise OptionError("oracle selection needs audio of at most 30 s: a reference covers one window")
+            batch += [
+                Window(samples[first:last], _seed(samples[first:last], seed), language, text)
+                for first, last in files[-1]
+            ]
+        if language is None:
+            batch = self._one_language_per_file(batch, files, batch_size)
+        heard, timings = self._recognise(batch, options, batch_size, on_progress)
+        transcripts, place = [], 0
+        for ranges in files:
+            part = slice(place, place := place + len(ranges))
+            transcripts.append(_join(ranges, heard[part], timings[part]))
+        return transcripts
+
+    def _one_language_per_file(
+        self, batch: list[Window], files: list[list[tuple[int, int]]], batch_size: int
+    ) -> list[Window]:
+        """Give all windows of a long file the language of its first, as Whisper does.
+
+        A file of one window needs no look ahead: its language is detected as it is recognised.
+        """
+        starts = np.cumsum([0, *map(len, files)])
+        long = [
+            slice(start, start + len(ranges)) for start, ranges in zip(starts, files, strict=False) if len(ranges) > 1
+        ]
+        for group in (long[i : i + batch_size] for i in range(0, len(long), batch_size)):
+            languages = self.system.detect([batch[part.start] for part in group])
+            for part, language in zip(group, languages, strict=True):
+                batch[part] = [replace(window, language=language) for window in batch[part]]
+        return batch
+
+    def _recognise(
+        self,
+        batch: list[Window],
+        options: DecodingOptions,
+        batch_size: int,
+        on_progress: Callable[[float], None] | None,
+    ) -> tuple[list[Heard], list[dict[str, float]]]:
+        """Longest first, so that batches are of one length and running out of memory shows at once."""
+        order = sorted(range(len(batch)), key=lambda i: -len(batch[i].samples))
+        heard: dict[int, Heard] = {}
+        timings: dict[int, dict[str, float]] = {}
+        done = 0.0
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            spent: dict[str, float] = {}
+            for row, result in zip(rows, self.system.recognise([batch[i] for i in rows], options, spent), strict=True):
+                heard[row] = result
+                timings[row] = {stage: seconds / len(rows) for stage, seconds in spent.items()}
+            done += sum(batch[i].seconds for i in rows)
+            if on_progress is not None:
+                on_progress(done)
+        return [heard[i] for i in range(len(batch))], [timings[i] for i in range(len(batch))]
+
+
+class Stopwatch:
+    """Adds the seconds of stages to a dict, waiting for the GPU at each boundary."""
+
+    def __init__(self, timings: dict[str, float], device: torch.device) -> None:
+        self._timings, self._device = timings, device
+        self._since = self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """What has passed since the last lap was `stage`."""
+        now = self._now()
+        self._timings[stage] = self._timings.get(stage, 0.0) + now - self._since
+        self._since = now
+
+
+def _override(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
+    """The model's own settings with what the user gave; another N leaves the model's own trajectory behind."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "steps" in chosen and "trajectory" not in chosen and chosen["steps"] != default.steps:
+        chosen["trajectory"] = None
+    if "trajectory" in chosen and chosen["trajectory"] is not None and "steps" not in chosen:
+        chosen["steps"] = len(chosen["trajectory"])
+    return replace(default, **chosen)
+
+
+def _seed(samples: np.ndarray, seed: int) -> int:
+    """A window's own seed, from its samples and the user's."""
+    digest = hashlib.blake2b(samples.tobytes(), digest_size=8, salt=(seed % 2**64).to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[str, float]]) -> Transcript:
+    segments = tuple(
+        Segment(
+            id=number,
+            start=round(first / SAMPLE_RATE, 3),
+            end=round(last / SAMPLE_RATE, 3),
+            text=result.text,
+            tokens=result.tokens,
+            avg_logprob=result.avg_logprob,
+            no_speech_prob=result.no_speech_prob,
+            candidates=result.candidates,
+            agreement=result.agreement,
+        )
+        for number, ((first, last), result) in enumerate(zip(ranges, heard, strict=True))
+    )
+    total: dict[str, float] = {}
+    for spent in timings:
+        for stage, seconds in spent.items():
+            total[stage] = total.get(stage, 0.0) + seconds
+    language = heard[0].language
+    return Transcript(_join_texts(segments, language), language, ranges[-1][1] / SAMPLE_RATE, segments, total)
+
+
+def _join_texts(segments: Sequence[Segment], language: str) -> str:
+    """One text; languages that write no spaces between words get none between windows either."""
+    return ("" if language in ("zh", "ja", "yue") else " ").join(s.text for s in segments if s.text)
