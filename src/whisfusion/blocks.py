@@ -42,6 +42,13 @@ class Rotation:
         return (x_GHLC * self.cos_LC + turned * self.sin_LC).to(x_GHLC.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, with its weight in the input's dtype: under autocast the fused kernel takes no mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Multi-head attention with Whisper's biases (none on the keys) or the paper's QK-norm and no biases."""
 
@@ -54,8 +61,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=biases)
         head_width = width // heads
         # One weight of head width for all heads of the layer.
-        self.q_norm = nn.RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
+        self.q_norm = RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
+        self.k_norm = RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
 
     def _split(self, x_GLD: Tensor) -> Tensor:
         return x_GLD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -196,7 +203,7 @@ def paper_block(width: int, heads: int, *, hidden: int, norm_eps: float, dropout
         width,
         attention=lambda: Attention(width, heads, biases=False, qk_norm_eps=norm_eps),
         feed_forward=SwiGLU(width, hidden),
-        norm=lambda n: nn.RMSNorm(n, eps=norm_eps),
+        norm=lambda n: RMSNorm(n, eps=norm_eps),
         cross=True,
         dropout=dropout,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion.blocks import KeysValues, Rotation, Stack, paper_block, whisper_block
+from whisfusion.blocks import KeysValues, RMSNorm, Rotation, Stack, paper_block, whisper_block
 from whisfusion.errors import ModelError, OptionError
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, VOCAB_SIZE, embedding_rows
 
@@ -145,7 +145,7 @@ class DiffusionDecoder(nn.Module):
                 )
                 for _ in layers
             )
-            self.norm: nn.Module = nn.RMSNorm(width, eps=config.norm_eps)
+            self.norm: nn.Module = RMSNorm(width, eps=config.norm_eps)
         else:
             self.positions = nn.Parameter(torch.empty(config.canvas.size, width))
             self.project = nn.Identity()
