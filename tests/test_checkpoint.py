@@ -91,7 +91,7 @@ def edit(folder, change, name="config.json"):
     ("change", "words"),
     [
         (lambda raw: raw.update(format=99), "format 99"),
-        (lambda raw: raw.pop("format"), "format None"),
+        (lambda raw: raw.pop("format"), "--system whisper"),
         (lambda raw: raw.update(colour="red"), "colour"),
         (lambda raw: raw["decoder"].update(heads=7), "heads"),
         (lambda raw: raw["decoder"].update(width=32), "not fit|width"),

@@ -109,9 +109,8 @@ def test_positions_matter_on_the_text_side_and_not_on_the_audio_side():
 def test_anchors_cut_the_audio_where_the_running_sum_passes_whole_numbers():
     anchors = Anchors(4, 4)
     torch.nn.init.zeros_(anchors.weigh.weight)  # the same weight for every frame
-    torch.nn.init.eye_(anchors.project.weight)
     audio = torch.arange(12.0)[None, :, None].expand(1, 12, 4)
-    slices, quantity = anchors(audio, None, positions=5, counts_B=torch.tensor([4]))
+    slices, quantity = anchors.cut(audio, None, positions=5, counts_B=torch.tensor([4]))
     # 12 frames in 4 slices: the means of frames 0-2, 3-5, 6-8, 9-11, and nothing for the fifth position.
     assert slices[0, :, 0].tolist() == pytest.approx([1.0, 4.0, 7.0, 10.0, 0.0], abs=1e-4)
     assert quantity.item() == pytest.approx(12 * torch.sigmoid(anchors.weigh.bias).item(), rel=1e-5)
@@ -128,6 +127,15 @@ def test_anchors_estimate_a_whole_number_of_tokens():
     # Read ahead: the anchor of the first text position lies on the last position of the prompt.
     assert used[:, PROMPT_LENGTH - 1].all()
     assert not used[:, : PROMPT_LENGTH - 1].any()
+
+
+@pytest.mark.parametrize("loudness", [1.0, 30.0, 300.0])
+def test_anchors_start_as_large_as_token_embeddings_whatever_the_audio(loudness):
+    decoder = small(anchors=True)
+    memory = decoder.listen(loudness * torch.randn(2, 100, 32), positions=32)
+    assert memory.anchors_BLD is not None
+    size = memory.anchors_BLD[:, PROMPT_LENGTH].norm(dim=-1)
+    assert size.tolist() == pytest.approx([decoder.embed.weight.norm(dim=-1).mean().item()] * 2, rel=0.1)
 
 
 def whisper_decoder(width=32, layers=2):

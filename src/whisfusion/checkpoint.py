@@ -140,6 +140,10 @@ def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, 
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
     raw = _read_json(path)
     found = raw.pop("format", None)
+    if found is None:
+        raise ModelError(
+            f"{folder} is not a model folder of whisfusion; a Whisper folder is used with --system whisper"
+        )
     if found != FORMAT:
         raise ModelError(
             f"{path} has format {found!r}, this version of whisfusion reads format {FORMAT}: "

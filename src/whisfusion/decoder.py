@@ -99,11 +99,20 @@ class Anchors(nn.Module):
         self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
         self.weigh = nn.Linear(hidden, 1)
         self.project = nn.Linear(audio_width, width, bias=False)
+        # Audio features are fifty times as large as token embeddings: unbounded, slices would drown the tokens.
+        self.norm = RMSNorm(width, eps=1e-5)
 
     def forward(
         self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Slices (B, positions, D) and the quantity (B,) of tokens heard.
+        """Anchors (B, positions, D), 0 where nothing is left to hear, and the quantity (B,) of tokens heard."""
+        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B)
+        return self.norm(self.project(slices_BLE)), quantity_B
+
+    def cut(
+        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean audio of each position's slice (B, positions, audio width), and the quantity.
 
         The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number.
         """
@@ -117,8 +126,7 @@ class Anchors(nn.Module):
         start_BT = F.pad(end_BT[:, :-1], (1, 0))
         i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]
         w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
-        slices_BLD = w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD
-        return self.project(slices_BLD), quantity_B
+        return w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD, quantity_B
 
 
 class DiffusionDecoder(nn.Module):
@@ -177,6 +185,8 @@ class DiffusionDecoder(nn.Module):
             if self.config.anchors:
                 # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
                 self.anchors.weigh.bias.fill_(-2.6)
+                # As large as a token embedding, the paper's and Whisper's alike.
+                self.anchors.norm.weight.fill_(0.02)
 
     @property
     def reads_ahead(self) -> bool:
@@ -196,11 +206,9 @@ class DiffusionDecoder(nn.Module):
         layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
         if not self.config.anchors:
             return AudioMemory(layers, heard_BT)
-        slices_BLD, quantity_B = self.anchors(
-            audio_BTD, heard_BT, positions=positions - PROMPT_LENGTH, counts_B=counts_B
-        )
+        own_BLD, quantity_B = self.anchors(audio_BTD, heard_BT, positions=positions - PROMPT_LENGTH, counts_B=counts_B)
         before = PROMPT_LENGTH - self.reads_ahead
-        anchors_BLD = F.pad(slices_BLD, (0, 0, before, PROMPT_LENGTH - before))
+        anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
         return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B)
 
     def forward(self, tokens_GL: Tensor, memory: AudioMemory, canvas_BL: Tensor | None = None) -> Tensor:

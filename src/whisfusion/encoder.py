@@ -53,7 +53,8 @@ class WhisperEncoder(nn.Module):
         lies beyond is not attended to, and comes out as zeros.
         """
         x_BDT = F.gelu(self.conv2(F.gelu(self.conv1(mel_BMF))))
-        x_BTD = x_BDT.transpose(1, 2) + self.positions[: x_BDT.shape[-1]]
+        # Contiguous, or every sum and norm from here on would work on the convolution's layout, several times slower.
+        x_BTD = x_BDT.transpose(1, 2).contiguous() + self.positions[: x_BDT.shape[-1]]
         heard_BT = None if frames_B is None else audio_mask(frames_B, x_BTD.shape[1])
         mask = None if heard_BT is None else heard_BT[:, None, None, :]
         for block in self.blocks:

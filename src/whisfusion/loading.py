@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from whisfusion import checkpoint, hub
-from whisfusion.errors import OptionError
+from whisfusion.errors import ModelError, OptionError
 from whisfusion.systems import DiffusionSystem, WhisperSystem
 from whisfusion.transcriber import Transcriber
 from whisfusion.weights import load_whisper
@@ -38,6 +38,11 @@ def load(
         return Transcriber(WhisperSystem(whisper))
     if system != "whisfusion":
         raise OptionError(f"system must be whisfusion or whisper, not {system!r}")
+    if name_or_path is None and DEFAULT_MODEL not in [entry.name for entry in hub.models()]:
+        raise ModelError(
+            "this version comes without a model of its own: name a model folder with --model, or use a published "
+            f"Whisper with --system whisper (after whisfusion pull {DEFAULT_WHISPER})"
+        )
     model = checkpoint.load(hub.resolve(_path(name_or_path, DEFAULT_MODEL)), device=place, dtype=number)
     return Transcriber(DiffusionSystem(model))
 

@@ -113,7 +113,6 @@ class Tokenizer:
     mask = MASK
     vocab_size = VOCAB_SIZE
     text_ids = range(ENDOFTEXT)
-    canonical_language = staticmethod(canonical_language)
 
     def __init__(self) -> None:
         # No special tokens here: text that spells "<|endoftext|>" stays text. Built from our own file,

@@ -8,6 +8,7 @@ without a config file.
 
 import hashlib
 import json
+import mmap
 import re
 import struct
 from collections.abc import Mapping
@@ -195,14 +196,17 @@ def _read_openai(file: Path) -> dict[str, Tensor]:
         raise ModelError(f"{file.name} is not a checkpoint of plain tensors: {str(error).splitlines()[0]}") from error
     if not isinstance(checkpoint, dict) or not {"dims", "model_state_dict"} <= checkpoint.keys():
         raise ModelError(f"{file.name} has no 'dims' and 'model_state_dict', so it is not OpenAI's Whisper")
-    return checkpoint["model_state_dict"]
+    state = checkpoint["model_state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise ModelError(f"{file.name}: 'model_state_dict' is not a dictionary of tensors")
+    return state
 
 
 def _read_ctranslate2(file: Path) -> dict[str, Tensor]:
     """The tensors of a CTranslate2 `model.bin` under dotted names; quantised ones become float32."""
-    data = memoryview(file.read_bytes())
     try:
-        variables, aliases = _parse_ctranslate2(data)
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            variables, aliases = _parse_ctranslate2(data)
     except (struct.error, UnicodeDecodeError, IndexError, ValueError, RuntimeError) as error:
         raise ModelError(f"model.bin is damaged or not of CTranslate2 ({error}); fetch the model again") from error
     tensors: dict[str, Tensor] = {}
@@ -218,12 +222,12 @@ def _read_ctranslate2(file: Path) -> dict[str, Tensor]:
         if target not in variables:
             raise ModelError(f"model.bin gives {alias} as another name of {target}, which it does not hold")
         if target in tensors:
-            tensors[alias] = tensors[target]
+            tensors[alias] = tensors[target].clone()
     tensors = {re.sub(r"\blayer_(\d+)", r"blocks.\1", name.replace("/", ".")): x for name, x in tensors.items()}
     return _untied(tensors, head="decoder.projection.weight", embedding="decoder.embeddings.weight")
 
 
-def _parse_ctranslate2(data: memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _parse_ctranslate2(data: mmap.mmap) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Variables and aliases (alias to variable) of a little-endian file of format 4 to 6."""
     place = 0
 
@@ -233,7 +237,7 @@ def _parse_ctranslate2(data: memoryview) -> tuple[dict[str, Tensor], dict[str, s
         place += struct.calcsize(f"<{code}")
         return value
 
-    def chunk(size: int) -> memoryview:
+    def chunk(size: int) -> bytes:
         nonlocal place
         if place + size > len(data):
             raise ValueError(f"it ends at byte {len(data)}, {place + size - len(data)} too early")
@@ -280,7 +284,7 @@ def _split_fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if len(x) % len(letters):
             raise ModelError(f"{name} has {len(x)} rows, which {len(letters)} projections cannot share")
         for letter, part in zip(letters, x.chunk(len(letters)), strict=True):
-            parts[name.replace(fused, letter)] = part
+            parts[name.replace(fused, letter)] = part.clone()  # a memory of its own, so that it can be saved
     for name in [name for name in parts if name.endswith(".k.bias")]:
         if parts.pop(name).any():
             raise ModelError(f"{name} is not zero; Whisper's keys have no bias")

@@ -144,7 +144,8 @@ def window_mel(samples: Sequence[np.ndarray | Tensor], *, n_mels: int, device: s
     """
     samples_BN = torch.zeros(len(samples), MAX_SAMPLES, device=device)
     for row_N, clip in zip(samples_BN, samples, strict=True):
-        row_N[: len(clip)] = torch.as_tensor(clip)
+        # torch.tensor copies, so that a read-only array is no cause for a warning.
+        row_N[: len(clip)] = clip if isinstance(clip, Tensor) else torch.tensor(clip)
     frames_B = torch.tensor([len(clip) // HOP for clip in samples], device=device)
     return log_mel_of_padded(samples_BN, frames_B, n_mels=n_mels)
 
