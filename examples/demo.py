@@ -1,6 +1,6 @@
 """The demo: what is said in each clip of this folder, and what the model writes down.
 
-With the bundled model where there is one; until then with Whisper-base, which is fetched once. `--prepare` only does that.
+With the bundled model where there is one; until then with Whisper-base, fetched once. `--prepare` does only that.
 """
 
 import sys
@@ -37,7 +37,9 @@ def main() -> None:
         heard = transcriber.transcribe(clip.file, language=clip.language)
         measure = "CER" if clip.language in CHARACTER_LANGUAGES else "WER"
         rate = edit_rate(heard.text, clip.text, clip.language)
-        print(f"{clip.id} ({clip.duration:.1f} s)\n  said   {clip.text}\n  heard  {heard.text}\n  {measure}    {rate:.1%}")
+        print(
+            f"{clip.id} ({clip.duration:.1f} s)\n  said   {clip.text}\n  heard  {heard.text}\n  {measure}    {rate:.1%}"
+        )
     seconds, spent = sum(clip.duration for clip in clips), time.perf_counter() - started
     print(f"\n{seconds:.0f} s of speech in {spent:.1f} s. Yours: .venv/bin/whisfusion transcribe FILE")
 
