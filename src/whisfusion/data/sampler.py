@@ -100,11 +100,11 @@ class Sampler:
 
     def steps_per_epoch(self, epoch: int = 0) -> int:
         """Return the number of steps in an epoch, the same on every rank."""
-        return len(self._plan(epoch).windows_S)
+        return len(self.plan(epoch).windows_S)
 
     def padding(self, epoch: int = 0) -> float:
         """Return the share of an epoch's windows that is padding: 0 is none."""
-        plan = self._plan(epoch)
+        plan = self.plan(epoch)
         return 1 - float(plan.seconds_D[plan.order_R].sum() / (plan.windows_S * np.diff(plan.starts)).sum())
 
     def steps_from(self, place: Place = START) -> Iterator[DrawnStep]:
@@ -116,7 +116,7 @@ class Sampler:
 
     def step(self, place: Place) -> DrawnStep:
         """Return this rank's part of the step at `place`. Raises IndexError past the epoch's last step."""
-        plan = self._plan(place.epoch)
+        plan = self.plan(place.epoch)
         if not 0 <= place.step < len(plan.windows_S):
             raise IndexError(f"epoch {place.epoch} has {len(plan.windows_S)} steps, not a step {place.step}")
         first, last = int(plan.starts[place.step]), int(plan.starts[place.step + 1])
@@ -144,7 +144,8 @@ class Sampler:
             )
         return Place(state["epoch"], state["step"])
 
-    def _plan(self, epoch: int) -> EpochPlan:
+    def plan(self, epoch: int) -> EpochPlan:
+        """All steps of an epoch, as arrays; the last one asked for is kept."""
         if self._planned is None or self._planned[0] != epoch:
             self._planned = epoch, plan_epoch(self._corpus, self.options, epoch)
         return self._planned[1]
