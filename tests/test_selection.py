@@ -37,7 +37,9 @@ def brute_force_risks(texts, language):
     return total
 
 
-words = st.lists(st.sampled_from(["a", "cat", "sat", "on", "the", "mat", "two", "2", "Colour", "color"]), max_size=7).map(" ".join)
+words = st.lists(
+    st.sampled_from(["a", "cat", "sat", "on", "the", "mat", "two", "2", "Colour", "color"]), max_size=7
+).map(" ".join)
 characters = st.text(alphabet="今天气很好我们 去。", max_size=10)
 
 

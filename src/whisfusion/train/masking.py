@@ -1,0 +1,126 @@
+"""Everything that is random in a step, drawn on the host for the rows of all ranks, and what it makes of them.
+
+Letters: B utterances, L canvas positions, R positions to predict, S rows of the whole step, N random numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whisfusion.data.batch import Batch
+from whisfusion.diffusion import MaskRatios, corrupt, loss_weights
+from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH
+
+LANGUAGE_POSITION = 1
+"""Where the prompt has its language token."""
+BINS = 10
+"""Bins of mask ratios that the loss is also reported by: [0, 0.1), [0.1, 0.2) ..."""
+
+_ROWS_MULTIPLE = 1024
+"""On a GPU R is rounded up to this: few shapes, and sizes that matrix units like."""
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A micro-batch after masking, on the device."""
+
+    tokens_BL: Tensor
+    """What the decoder reads."""
+    canvas_BL: Tensor
+    """Each utterance's own canvas."""
+    counts_B: Tensor
+    """Tokens of each transcript, endoftext included."""
+    valid_B: Tensor
+    """Whether the utterance is part of the loss: its clip could be read."""
+    where_R: Tensor
+    """Positions to predict, in tokens_BL laid out in a line."""
+    targets_R: Tensor
+    """The tokens there."""
+    weights_R: Tensor
+    """Their shares of the objective; 0 where R was rounded up."""
+    bins_R: Tensor
+    """The bin of their utterance's mask ratio."""
+    bin_counts: Tensor
+    """Utterances in each bin."""
+    languages_B: Tensor
+    """The true language tokens."""
+    language_masked_B: Tensor
+    """Whether the language is to be predicted."""
+    augment_BN: Tensor
+    """Random numbers for SpecAugment."""
+
+
+def mask_step(
+    batches: Sequence[Batch],
+    ratios: MaskRatios,
+    *,
+    language_share: float,
+    augment_numbers: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> list[Masked]:
+    """Mask the micro-batches of a step.
+
+    Numbers are drawn for all S rows of the step, whichever rank has them: with the same `generator` (of the
+    CPU) any number of ranks masks the same positions. Nothing here waits for the device.
+    """
+    total, positions = batches[0].total_rows, batches[0].targets.tokens_BL.shape[1]
+    rows_B = torch.cat([batch.rows_B for batch in batches])
+    # Rows of other ranks are empty here: nothing of them is used but the random numbers they take.
+    tokens_SL = torch.full((total, positions), ENDOFTEXT)
+    tokens_SL[rows_B] = torch.cat([batch.targets.tokens_BL for batch in batches])
+    scored_SL, canvas_SL = torch.zeros(2, total, positions, dtype=torch.bool)
+    scored_SL[rows_B] = torch.cat([batch.targets.scored_BL for batch in batches])
+    canvas_SL[rows_B] = torch.cat([batch.targets.canvas_BL for batch in batches])
+    canvas_SL[:, :PROMPT_LENGTH] = False
+
+    ratio_S = ratios.draw(total, generator=generator)
+    corrupted_SL = corrupt(tokens_SL, canvas_SL, scored_SL, ratio_S, generator=generator)
+    language_S = torch.rand(total, generator=generator) < language_share
+    augment_SN = torch.rand(total, augment_numbers, generator=generator)
+    return [
+        _masked(batch, corrupted_SL[rows], ratio_S[rows], language_S[rows], augment_SN[rows], device)
+        for batch in batches
+        for rows in (batch.rows_B,)
+    ]
+
+
+def _masked(
+    batch: Batch, tokens_BL: Tensor, ratio_B: Tensor, language_B: Tensor, augment_BN: Tensor, device: torch.device
+) -> Masked:
+    targets = batch.targets
+    weights_BL = loss_weights(tokens_BL, targets.scored_BL)
+    where_R = weights_BL.flatten().nonzero()[:, 0]
+    spare = -len(where_R) % (_ROWS_MULTIPLE if device.type == "cuda" else 1)
+    where_R = torch.cat((where_R, where_R.new_zeros(spare)))
+    weights_R = weights_BL.flatten()[where_R]
+    weights_R[len(weights_R) - spare :] = 0.0
+    valid_B = targets.scored_BL.any(1)
+    bin_B = (ratio_B * BINS).long().clamp(max=BINS - 1)
+    language_B = language_B & valid_B
+    on_device = {
+        "tokens_BL": torch.where(
+            language_B[:, None] & (torch.arange(tokens_BL.shape[1]) == LANGUAGE_POSITION), MASK, tokens_BL
+        ),
+        "canvas_BL": targets.canvas_BL,
+        "counts_B": targets.counts_B,
+        "valid_B": valid_B,
+        "where_R": where_R,
+        "targets_R": targets.tokens_BL.flatten()[where_R],
+        "weights_R": weights_R,
+        "bins_R": bin_B[where_R // tokens_BL.shape[1]],
+        "bin_counts": torch.bincount(bin_B[valid_B], minlength=BINS).float(),
+        "languages_B": targets.tokens_BL[:, LANGUAGE_POSITION],
+        "language_masked_B": language_B,
+        "augment_BN": augment_BN,
+    }
+    return Masked(**{name: to_device(tensor, device) for name, tensor in on_device.items()})
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small host tensor without waiting for the copy, or for the work before it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

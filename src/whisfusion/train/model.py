@@ -1,0 +1,116 @@
+"""Where a run's model comes from: a random start, a Whisper, or a model folder."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whisfusion import checkpoint, hub
+from whisfusion.checkpoint import ModelConfig
+from whisfusion.decoder import DiffusionDecoder, start_from_whisper
+from whisfusion.encoder import EncoderConfig, WhisperEncoder
+from whisfusion.train.config import Recipe
+from whisfusion.train.trainer import mix
+from whisfusion.weights import load_whisper_weights
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Both halves of a model, in float32 on the CPU, before the first step."""
+
+    decoder: DiffusionDecoder
+    encoder: WhisperEncoder
+    encoder_sha256: str | None
+    """Hash of the Whisper that the encoder is from; None where exported models hold the encoder themselves."""
+    languages: tuple[str, ...] = ()
+    """Languages that it already knows."""
+    detects_language: bool = False
+    """Whether it already tells languages apart."""
+
+    @property
+    def bundles_encoder(self) -> bool:
+        """Whether exported models must hold the encoder: it has no name that others know."""
+        return self.encoder_sha256 is None
+
+
+def adopt(recipe: Recipe, model: str) -> Recipe:
+    """The recipe with the architecture of a model to start from; dropout stays the recipe's."""
+    config, files = checkpoint.read_config(hub.resolve(model))
+    bundled = any(name.startswith("encoder") for name in files)
+    return replace(
+        recipe,
+        decoder=replace(config.decoder, dropout=recipe.decoder.dropout),
+        encoder=config.encoder_name,
+        random_encoder=config.encoder if bundled else None,
+        start="random",
+        window=config.window,
+        text_style=config.text_style,
+    )
+
+
+def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
+    """Make or load the model. Raises ModelError or DownloadError where weights are missing or do not fit."""
+    if init_from is not None:
+        folder = hub.resolve(init_from)
+        model = checkpoint.load(folder, dtype=torch.float32)
+        decoder = DiffusionDecoder(recipe.decoder)
+        decoder.load_state_dict(model.decoder.state_dict())
+        bundled = any(name.startswith("encoder") for name in checkpoint.read_config(folder)[1])
+        return StartingPoint(
+            decoder,
+            model.encoder,
+            None if bundled else model.config.encoder_sha256,
+            model.config.languages,
+            model.config.detects_language,
+        )
+    decoder = DiffusionDecoder(recipe.decoder)
+    decoder.reset_parameters(torch.Generator().manual_seed(mix(recipe.seed, "decoder")))
+    if recipe.random_encoder is not None:
+        return StartingPoint(decoder, random_encoder(recipe.random_encoder, recipe.seed), None)
+    weights = load_whisper_weights(recipe.encoder)
+    if recipe.start == "whisper":
+        start_from_whisper(decoder, {name: value.float() for name, value in weights.decoder.items()})
+    encoder = _encoder(weights.encoder_config, weights.encoder)
+    return StartingPoint(decoder, encoder, None if Path(recipe.encoder).exists() else weights.sha256)
+
+
+def model_config(
+    recipe: Recipe, start: StartingPoint, languages: tuple[str, ...], facts: dict[str, Any]
+) -> ModelConfig:
+    """What exported models say about themselves; `languages` are those that are trained on.
+
+    Raises OptionError where decoder and encoder do not fit.
+    """
+    return ModelConfig(
+        decoder=recipe.decoder,
+        encoder=start.encoder.config,
+        encoder_name=recipe.encoder,
+        encoder_sha256=start.encoder_sha256,
+        window=recipe.window,
+        text_style=recipe.text_style,
+        languages=tuple(dict.fromkeys([*start.languages, *languages])),
+        detects_language=recipe.language_share > 0 or start.detects_language,
+        training=facts,
+    )
+
+
+def random_encoder(config: EncoderConfig, seed: int) -> WhisperEncoder:
+    """A random encoder that is the same everywhere for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(seed, "encoder"))
+        encoder = WhisperEncoder(config)
+        # Torch's own start is so quiet that the position table drowns what is heard.
+        for convolution in (encoder.conv1, encoder.conv2):
+            torch.nn.init.normal_(convolution.weight, std=3 / math.sqrt(convolution.weight[0].numel()))
+    return encoder
+
+
+def _encoder(config: EncoderConfig, state: Mapping[str, Tensor]) -> WhisperEncoder:
+    with torch.device("meta"):
+        encoder = WhisperEncoder(config)
+    encoder.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
+    return encoder.requires_grad_(False)

@@ -1,0 +1,88 @@
+"""From what the encoder heard and a masked transcript to the terms of the loss.
+
+Letters: B utterances, L canvas positions, T audio positions, D width, R positions to predict, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whisfusion.decoder import DiffusionDecoder
+from whisfusion.diffusion import diffusion_loss, position_losses, quantity_loss
+from whisfusion.tokenizer import LANGUAGES, get_tokenizer
+from whisfusion.train.masking import BINS, LANGUAGE_POSITION, Masked
+
+_VOCAB_MULTIPLE = 64
+"""Matrix units want rows of whole 128 bytes; the vocabulary is odd."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Sums over the utterances of a micro-batch: to be divided by a step's number of them over all ranks."""
+
+    diffusion: Tensor
+    """The paper's objective."""
+    quantity: Tensor
+    """How far the anchors' token counts are off, relative to the true ones."""
+    language: Tensor
+    """Cross-entropy of the language tokens that were masked."""
+    by_bin: Tensor
+    """The first by bins of the mask ratio, without gradient."""
+
+
+class Objective(nn.Module):
+    """The decoder and its loss in one forward pass: the unit that is sharded over ranks."""
+
+    def __init__(
+        self,
+        decoder: DiffusionDecoder,
+        *,
+        label_smoothing: float = 0.0,
+        languages: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        """`languages`: whether masked language tokens are predicted. `compiled`: whether to fuse head and loss."""
+        super().__init__()
+        self.decoder = decoder
+        self.label_smoothing = label_smoothing
+        self.languages = languages
+        self._losses = torch.compile(head_losses, dynamic=True) if compiled else head_losses
+
+    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked) -> Terms:
+        """`heard_BT` is None where every audio position counts."""
+        decoder, config = self.decoder, self.decoder.config
+        memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
+        # A canvas that is always full needs no mask, and attention without one is faster.
+        canvas_BL = None if config.canvas.rule == "fixed" else masked.canvas_BL
+        states_BLD = decoder(masked.tokens_BL, memory, canvas_BL)
+        head_VD = decoder.embed.weight if config.tied else decoder.head.weight
+        losses_R = self._losses(
+            states_BLD.flatten(0, 1)[masked.where_R], head_VD, masked.targets_R, self.label_smoothing
+        )
+        quantity = language = losses_R.new_zeros(())
+        if memory.quantity_B is not None:
+            # An utterance outside the loss counts as heard right.
+            counts_B = torch.where(masked.valid_B, masked.counts_B, memory.quantity_B.detach())
+            quantity = quantity_loss(memory.quantity_B, counts_B) * len(counts_B)
+        if self.languages:
+            language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
+        shares_R = losses_R.detach() * masked.weights_R
+        by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
+        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, by_bin)
+
+    def _language_loss(self, states_BD: Tensor, masked: Masked) -> Tensor:
+        first = get_tokenizer().language_id(next(iter(LANGUAGES)))
+        logits_BV = self.decoder.logits(states_BD, slice(first, first + len(LANGUAGES)))
+        losses_B = position_losses(logits_BV, masked.languages_B - first)
+        return diffusion_loss(losses_B, masked.language_masked_B.float())
+
+
+def head_losses(states_RD: Tensor, head_VD: Tensor, targets_R: Tensor, label_smoothing: float) -> Tensor:
+    """`position_losses` over the whole vocabulary, of whose logits nothing outlives the call."""
+    vocabulary = head_VD.shape[0]
+    # The rows added for speed are no parameters, and their columns are cut off before anything is summed.
+    padded_VD = F.pad(head_VD, (0, 0, 0, -vocabulary % _VOCAB_MULTIPLE))
+    logits_RV = F.linear(states_RD, padded_VD)[:, :vocabulary]
+    return position_losses(logits_RV, targets_R, label_smoothing=label_smoothing)

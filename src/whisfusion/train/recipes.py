@@ -1,0 +1,155 @@
+"""The named recipes. Each is a function that returns a whole `Recipe`; what is not said is the default."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whisfusion.data.augment import SpecAugment
+from whisfusion.data.epoch import SamplerOptions
+from whisfusion.data.filters import PAPER_FILTERS, FilterOptions
+from whisfusion.decoder import Canvas, DecoderConfig
+from whisfusion.encoder import EncoderConfig
+from whisfusion.pdd import PDDOptions
+from whisfusion.train.config import Recipe
+
+HIGH_MASKS = (0.7, 1.0)
+"""The range that the paper's second stage narrows to."""
+
+
+def paper_stage1() -> Recipe:
+    """The paper's first stage: 828 M parameters, t ~ U(0, 1), 12 epochs of 2,048 utterances a step."""
+    return Recipe(
+        filters=PAPER_FILTERS,
+        sampler=SamplerOptions(utterances=2048),
+        epochs=12,
+        learning_rate=2e-4,
+        warmup_steps=2000,
+        compile=True,
+        checkpoint_activations=True,
+    )
+
+
+def paper_stage2() -> Recipe:
+    """The paper's second stage, from the first one's averaged weights: t ~ U(0.7, 1), 10 epochs."""
+    return replace(paper_stage1(), masks=((0.0, *HIGH_MASKS),), epochs=10, learning_rate=6e-5, warmup_steps=1000)
+
+
+def paper_stage2_uniform() -> Recipe:
+    """The paper's control: the second stage with the mask ratios of the first."""
+    return replace(paper_stage2(), masks=paper_stage1().masks)
+
+
+def tiny() -> Recipe:
+    """Learns a few dozen short clips by heart in a minute on two cores: for tests, and to try things out."""
+    return Recipe(
+        decoder=DecoderConfig(
+            layers=2,
+            width=64,
+            heads=2,
+            hidden=128,
+            audio_width=64,
+            tied=True,
+            anchors=True,
+            canvas=Canvas(rule="follow", size=64),
+        ),
+        random_encoder=EncoderConfig(mels=80, width=64, layers=2, heads=2),
+        window="clip",
+        sampler=SamplerOptions(utterances=16),
+        masks=((0.0, 0.3, 1.0),),
+        epochs=None,
+        steps=220,
+        learning_rate=3e-3,
+        warmup_steps=20,
+        weight_decay=0.0,
+        ema_decay=0.95,
+        ema_ramp=5,
+        precision="fp32",
+        log_every=20,
+        eval_every=220,
+        save_every=110,
+        dev_clips=64,
+        dev=PDDOptions(candidates=2, steps=3),
+    )
+
+
+def trial() -> Recipe:
+    """Six Whisper blocks over Whisper-base's encoder, warm-started: 25 h of English in a few minutes on a GPU."""
+    return Recipe(
+        decoder=DecoderConfig(
+            layers=6,
+            width=512,
+            heads=8,
+            hidden=2048,
+            audio_width=512,
+            block="whisper",
+            tied=True,
+            anchors=True,
+            canvas=Canvas(rule="follow", size=224),
+            dropout=0.1,
+        ),
+        encoder="whisper-base",
+        start="whisper",
+        window="clip",
+        filters=FilterOptions(include=("en/*",)),
+        # One language and 25 h: clips are drawn as often as each other.
+        sampler=SamplerOptions(
+            seconds=2000,
+            shapes=(5.0, 7.0, 10.0, 15.0, 20.0, 30.0),
+            join=0.25,
+            speeds=(0.9, 1.0, 1.1),
+            language_alpha=1.0,
+            dataset_alpha=1.0,
+        ),
+        feeder="bank",
+        spec_augment=SpecAugment(bands=2, band_bins=14, spans=2, span_frames=40, span_share=0.1),
+        masks=((0.0, 0.0, 1.0), (0.65, *HIGH_MASKS)),
+        label_smoothing=0.05,
+        epochs=None,
+        steps=3000,
+        learning_rate=3e-4,
+        warmup_steps=300,
+        floor=0.03,
+        weight_decay=0.01,
+        ema_decay=0.9995,
+        ema_ramp=20,
+        compile=True,
+        graphs=True,
+        eval_every=500,
+        save_every=1000,
+        dev=PDDOptions(candidates=5, steps=3, temperature=0.1),
+    )
+
+
+def trial_paper() -> Recipe:
+    """The trial with eight of the paper's blocks, started from Whisper's token embeddings alone."""
+    return replace(
+        trial(),
+        decoder=replace(trial().decoder, layers=8, hidden=1408, block="paper", tied=False),
+        learning_rate=1e-3,
+        weight_decay=0.1,
+    )
+
+
+def finetune() -> Recipe:
+    """A model to an hour of one's own speech, with --init_from; the model brings its own architecture."""
+    return Recipe(
+        sampler=SamplerOptions(utterances=32, speeds=(0.9, 1.0, 1.1)),
+        spec_augment=SpecAugment(bands=2, spans=2),
+        masks=((0.0, *HIGH_MASKS),),
+        epochs=10,
+        learning_rate=3e-5,
+        warmup_steps=50,
+        weight_decay=0.01,
+        ema_decay=0.999,
+        ema_ramp=20,
+        precision="auto",
+        log_every=10,
+        eval_every=100,
+        save_every=100,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe
+    for recipe in (paper_stage1, paper_stage2, paper_stage2_uniform, trial, trial_paper, finetune, tiny)
+}
+"""What `--recipe NAME` knows."""

@@ -1,0 +1,120 @@
+import torch
+
+from whisfusion.data.augment import SpecAugment, spec_augment
+from whisfusion.data.batch import Batch, make_targets
+from whisfusion.diffusion import MaskRatios
+from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH, get_tokenizer
+from whisfusion.train.masking import BINS, LANGUAGE_POSITION, mask_step
+
+CPU = torch.device("cpu")
+LABELS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], None, [51, 52], [61, 62, 63]]
+CANVASES = [16, 12, 16, 16, 12, 16]
+
+
+def batch_of(rows: list[int]) -> Batch:
+    return Batch(
+        mel_BMF=torch.zeros(len(rows), 80, 20),
+        frames_B=torch.full((len(rows),), 20),
+        targets=make_targets([LABELS[r] for r in rows], ["en"] * len(rows), [CANVASES[r] for r in rows], 16),
+        rows_B=torch.tensor(rows),
+        total_rows=len(LABELS),
+        seconds=1.0,
+        ids=tuple(map(str, rows)),
+    )
+
+
+def mask(*batches: Batch, low: float = 0.0, high: float = 1.0, language_share: float = 0.0, seed: int = 3):
+    generator = torch.Generator().manual_seed(seed)
+    return mask_step(
+        batches,
+        MaskRatios(low, high),
+        language_share=language_share,
+        augment_numbers=4,
+        generator=generator,
+        device=CPU,
+    )
+
+
+def test_targets_are_prompt_text_end_and_padding():
+    targets = make_targets([[7, 8], None], ["de", "en"], [10, 8], 10)
+    prompt = get_tokenizer().prompt("de")
+    assert targets.tokens_BL[0].tolist() == [*prompt, 7, 8, *[ENDOFTEXT] * 4]
+    assert targets.scored_BL[0].tolist() == [False] * 4 + [True] * 3 + [False] * 3
+    assert targets.canvas_BL.sum(1).tolist() == [10, 8]
+    assert targets.counts_B.tolist() == [3, 1]
+    assert not targets.scored_BL[1].any()
+
+
+def test_ranks_and_micro_batches_mask_the_same_positions():
+    [whole] = mask(batch_of([0, 1, 2, 3, 4, 5]), language_share=0.5)
+    parts = [
+        *mask(batch_of([0, 2, 4]), language_share=0.5),
+        *mask(batch_of([1]), batch_of([3]), batch_of([5]), language_share=0.5),
+    ]
+    order = [0, 2, 4, 1, 3, 5]
+    assert torch.equal(torch.cat([part.tokens_BL for part in parts]), whole.tokens_BL[order])
+    assert torch.equal(torch.cat([part.language_masked_B for part in parts]), whole.language_masked_B[order])
+    assert torch.equal(torch.cat([part.augment_BN for part in parts]), whole.augment_BN[order])
+    assert torch.equal(sum(part.bin_counts for part in parts), whole.bin_counts)
+
+
+def test_what_is_predicted_is_what_was_masked_of_the_transcript():
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    for seed in range(20):
+        [masked] = mask(batch, seed=seed)
+        was = batch.targets.tokens_BL.flatten()
+        assert (masked.tokens_BL.flatten()[masked.where_R] == MASK).all()
+        assert batch.targets.scored_BL.flatten()[masked.where_R].all()
+        assert torch.equal(masked.targets_R, was[masked.where_R])
+        # Each readable utterance has weight 1 in all, the unreadable one none.
+        rows = masked.where_R // 16
+        totals = torch.zeros(6).index_add(0, rows, masked.weights_R)
+        assert torch.allclose(totals, torch.tensor([1.0, 1, 1, 0, 1, 1]))
+        assert masked.bin_counts.sum() == 5
+
+
+def test_only_the_canvas_is_masked_and_the_prompt_is_kept():
+    [masked] = mask(batch_of([0, 1, 2, 3, 4, 5]), low=1.0)
+    canvas_BL = batch_of([0, 1, 2, 3, 4, 5]).targets.canvas_BL.clone()
+    canvas_BL[:, :PROMPT_LENGTH] = False
+    assert torch.equal(masked.tokens_BL == MASK, canvas_BL)
+
+
+def test_language_tokens_are_masked_in_their_share_of_the_rows():
+    rows = [row for row in range(6) if LABELS[row] is not None]
+    [none] = mask(batch_of(rows), language_share=0.0)
+    [every] = mask(batch_of(rows), language_share=1.0)
+    assert not none.language_masked_B.any()
+    assert every.language_masked_B.all()
+    assert (every.tokens_BL[:, LANGUAGE_POSITION] == MASK).all()
+    assert (every.languages_B == get_tokenizer().language_id("en")).all()
+    # It has its own term: the transcript's weights are the same.
+    assert torch.equal(every.weights_R, none.weights_R)
+
+
+def test_bins_are_those_of_the_mask_ratio():
+    for place in range(BINS):
+        [masked] = mask(batch_of([0, 1, 2, 4, 5]), low=(place + 0.01) / BINS, high=(place + 0.99) / BINS)
+        assert (masked.bins_R == place).all()
+        assert masked.bin_counts[place] == 5
+
+
+def test_spec_augment_blanks_bands_and_spans_inside_the_clip():
+    options = SpecAugment(bands=2, band_bins=5, spans=2, span_frames=10, span_share=0.2)
+    mel_BMF = torch.ones(200, 40, 60)
+    frames_B = torch.full((200,), 30)
+    uniforms_BN = torch.rand(200, options.numbers, generator=torch.Generator().manual_seed(0))
+    blanked_BMF = spec_augment(mel_BMF, frames_B, options, uniforms_BN) == 0
+    bins_BM, frames_BF = blanked_BMF.all(2), blanked_BMF.all(1)
+    assert not frames_BF[:, 30:].any()
+    # A fifth of 30 frames and two more is 8: less than the 10 that a span may have.
+    assert frames_BF.sum(1).max() == 16
+    assert bins_BM.sum(1).max() == 10
+    assert bins_BM.any(0).all()
+    assert frames_BF[:, :30].any(0).all()
+    assert 4 < float(bins_BM.sum(1).float().mean()) < 5.1
+
+
+def test_no_bands_and_no_spans_change_nothing():
+    mel_BMF = torch.rand(2, 40, 60)
+    assert spec_augment(mel_BMF, torch.tensor([60, 50]), SpecAugment(), torch.zeros(2, 0)) is mel_BMF

@@ -1,0 +1,173 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_run import small_recipe
+
+from whisfusion.data.batch import Batch, make_targets
+from whisfusion.encoder import audio_mask
+from whisfusion.train.config import Recipe
+from whisfusion.train.model import starting_point
+from whisfusion.train.parallel import Ranks
+from whisfusion.train.trainer import Trainer, make_optimizer
+
+CPU = torch.device("cpu")
+# Sums are taken in another order.
+SUMMATION_TOLERANCE = 2e-5
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    start = starting_point(recipe, None)
+    return Trainer(start.decoder, start.encoder, recipe, steps=10, ranks=Ranks(CPU))
+
+
+def batch_of(rows: list[int], total: int = 6, unreadable: tuple[int, ...] = ()) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    mel_SMF = torch.randn(total, 80, 40, generator=generator)
+    labels = [torch.randint(0, 50_000, (2 + row,), generator=generator).tolist() for row in range(total)]
+    frames = [40 - 2 * row for row in range(total)]
+    for row, clip_MF in enumerate(mel_SMF):
+        clip_MF[:, frames[row] :] = 0
+    return Batch(
+        mel_BMF=mel_SMF[rows],
+        frames_B=torch.tensor([frames[row] for row in rows]),
+        targets=make_targets(
+            [None if row in unreadable else labels[row] for row in rows],
+            ["en"] * len(rows),
+            [16 if row % 2 else 20 for row in rows],
+            20,
+        ),
+        rows_B=torch.tensor(rows),
+        total_rows=total,
+        seconds=1.0,
+        ids=tuple(map(str, rows)),
+    )
+
+
+def gradients(trainer: Trainer, *batches: Batch) -> dict[str, torch.Tensor]:
+    """The gradients of a step, which leaves the weights alone."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        kept.update({name: p.grad.clone() for name, p in trainer.decoder.named_parameters() if p.grad is not None})
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    trainer.step(batches)
+    handle.remove()
+    return kept
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], atol=SUMMATION_TOLERANCE, rtol=1e-4), name
+
+
+def test_the_loss_is_the_papers():
+    """Mean over the masked transcript positions of an utterance, then over utterances; nothing else."""
+    recipe = small_recipe(quantity_weight="0", decoder__anchors="false")
+    trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
+    seen: dict[str, torch.Tensor] = {}
+    trainer.objective.register_forward_pre_hook(lambda _, args: seen.update(tokens=args[2].tokens_BL, audio=args[0]))
+    decoder = trainer.decoder
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    trainer.step((batch,))
+    loss = trainer.read().loss
+
+    decoder.load_state_dict(before)
+    expected = 0.0
+    for row in range(6):
+        length = int(batch.targets.canvas_BL[row].sum())
+        tokens_1L = seen["tokens"][row : row + 1, :length]
+        heard_1T = audio_mask(batch.frames_B[row : row + 1], 20)
+        memory = decoder.listen(seen["audio"][row : row + 1], heard_1T, positions=length)
+        logits_LV = decoder.logits(decoder(tokens_1L, memory)[0], slice(None))
+        truth_L = batch.targets.tokens_BL[row, :length]
+        in_loss_L = (tokens_1L[0] != truth_L) & batch.targets.scored_BL[row, :length]
+        expected += F.cross_entropy(logits_LV[in_loss_L], truth_L[in_loss_L]).item() / 6
+    assert loss == pytest.approx(expected, abs=SUMMATION_TOLERANCE)
+
+
+@pytest.mark.parametrize("parts", [([0, 1, 2], [3, 4, 5]), ([5, 1], [3, 0], [2, 4])])
+def test_micro_batches_add_up_to_the_step(parts):
+    recipe = small_recipe(language_share="0.5", spec_augment__bands="2", spec_augment__spans="1")
+    whole, split = trainer_of(recipe), trainer_of(recipe)
+    one = gradients(whole, batch_of([0, 1, 2, 3, 4, 5]))
+    other = gradients(split, *[batch_of(list(rows)) for rows in parts])
+    assert_same(one, other)
+    a, b = whole.read(), split.read()
+    assert (a.loss, a.quantity, a.language) == pytest.approx((b.loss, b.quantity, b.language), rel=1e-5)
+    assert a.by_bin == pytest.approx(b.by_bin, rel=1e-5, nan_ok=True)
+
+
+def test_an_unreadable_clip_does_not_count():
+    recipe = small_recipe(language_share="0.5")
+    with_it, without = trainer_of(recipe), trainer_of(recipe)
+    one = gradients(with_it, batch_of([0, 1, 2, 3, 4, 5], unreadable=(3,)))
+    other = gradients(without, batch_of([0, 1, 2, 4, 5]))
+    assert_same(one, other)
+    assert with_it.read().utterances == 5
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    plain, recomputed = (
+        trainer_of(small_recipe(decoder__dropout="0.2", checkpoint_activations=flag)) for flag in ("false", "true")
+    )
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    one, other = gradients(plain, batch), gradients(recomputed, batch)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_every_loss_term_reaches_its_parameters():
+    trainer = trainer_of(small_recipe(language_share="1.0"))
+    found = gradients(trainer, batch_of([0, 1, 2, 3, 4, 5]))
+    assert set(found) == {name for name, _ in trainer.decoder.named_parameters()}
+    assert all(value.abs().sum() > 0 for value in found.values())
+    readings = trainer.read()
+    assert readings.language > 0
+    assert readings.quantity > 0
+
+
+def test_gradients_are_clipped_to_their_length():
+    loose, tight = trainer_of(small_recipe(clip="1e9")), trainer_of(small_recipe(clip="0.01"))
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    long, short = gradients(loose, batch), gradients(tight, batch)
+
+    def length(found: dict[str, torch.Tensor]) -> float:
+        return math.sqrt(sum(float(value.square().sum()) for value in found.values()))
+
+    assert length(long) > 0.1
+    assert length(short) == pytest.approx(0.01, rel=1e-3)
+    assert tight.read().gradient_norm == pytest.approx(length(long), rel=1e-4)
+
+
+def test_decay_is_for_matrices_alone():
+    trainer = trainer_of(small_recipe(weight_decay="0.1"))
+    decayed, spared = make_optimizer(trainer.decoder, trainer.recipe).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in spared["params"]} == {1}
+    assert any(p is trainer.decoder.embed.weight for p in decayed["params"])
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(trainer.decoder.parameters()))
+
+
+def test_the_average_follows_the_weights():
+    trainer = trainer_of(small_recipe(ema_decay="0.75", ema_ramp="0"))
+    name = "blocks.0.ffn.up.weight"
+    average = trainer.decoder.get_parameter(name).detach().clone()
+    for _ in range(3):
+        trainer.step((batch_of([0, 1, 2, 3, 4, 5]),))
+        average = 0.75 * average + 0.25 * trainer.decoder.get_parameter(name).detach()
+    assert torch.allclose(trainer.ema.averages[name], average, atol=1e-7)
+
+
+def test_a_bfloat16_step_is_near_a_float32_one():
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    losses = []
+    for precision in ("fp32", "bf16"):
+        trainer = trainer_of(small_recipe(precision=precision))
+        trainer.step((batch,))
+        losses.append(trainer.read().loss)
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0] != losses[1]
