@@ -52,6 +52,29 @@ def test_what_is_saved_is_what_is_loaded(folder):
     assert not model.decoder.training
 
 
+def test_int8_keeps_every_row_within_half_a_step(folder):
+    before = load(folder, dtype=torch.float32).decoder.state_dict()
+    save(
+        folder,
+        CONFIG,
+        before,
+        encoder=WhisperEncoder(ENCODER).state_dict(),
+        generation=GENERATION,
+        dtype=torch.float16,
+        int8=True,
+    )
+    after = load(folder, dtype=torch.float32).decoder.state_dict()
+    for name, value in before.items():
+        if value.dim() < 2:
+            assert torch.equal(after[name], value.half().float())
+            continue
+        rows, again = value.flatten(1), after[name].flatten(1)
+        step = rows.abs().amax(1, keepdim=True) / 127
+        assert ((again - rows).abs() <= 0.5001 * step).all()
+    size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    assert size < 1.1 * sum(value.numel() for value in before.values())
+
+
 def test_large_models_are_split_and_hashed(folder):
     _, files = read_config(folder)
     assert len([name for name in files if name.startswith("model-")]) >= 2

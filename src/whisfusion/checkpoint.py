@@ -26,6 +26,7 @@ FORMAT = 1
 """Raised when an older folder would be read wrongly."""
 
 _FILE_BYTES = 4 << 30
+_INT8, _SCALE = ":int8", ":scale"
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ def save(
     encoder: Mapping[str, Tensor] | None = None,
     generation: PDDOptions | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    int8: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> Path:
     """Write a model folder from state dicts, replacing the files of one that is there.
 
-    Floats are stored as `dtype`, in files of at most `file_bytes` where no single tensor is larger. Without `encoder`
-    the folder names the Whisper to take it from.
+    Floats are stored as `dtype`, in files of at most `file_bytes` where no single tensor is larger; with `int8`,
+    matrices as whole numbers and one scale per row. Without `encoder` the folder names the Whisper to take it from.
     """
     from safetensors.torch import save_file
 
@@ -98,7 +100,7 @@ def save(
             name: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
             for name, value in state.items()
         }
-        parts = list(_parts(stored, file_bytes))
+        parts = list(_parts(quantise(state, dtype) if int8 else stored, file_bytes))
         for number, part in enumerate(parts, 1):
             name = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
             save_file(part, folder / name)
@@ -210,6 +212,36 @@ def _tensors(folder: Path, stem: str, files: Mapping[str, str]) -> dict[str, Ten
     for name in sorted(files):
         if name.startswith(stem):
             state |= load_file(folder / name)
+    return dequantise(state)
+
+
+def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`."""
+    stored: dict[str, Tensor] = {}
+    for name, value in state.items():
+        value = value.detach().cpu()
+        if value.dim() < 2:
+            stored[name] = value.to(dtype)
+            continue
+        rows = value.float().flatten(1)
+        scale = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        stored[name + _INT8] = (rows / scale[:, None]).round().to(torch.int8).view_as(value).contiguous()
+        stored[name + _SCALE] = scale
+    return stored
+
+
+def dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state that `quantise` was given, as near as int8 comes to it; other tensors as they are."""
+    state: dict[str, Tensor] = {}
+    for name, value in stored.items():
+        if name.endswith(_INT8):
+            whole = name.removesuffix(_INT8)
+            scale = stored.get(whole + _SCALE)
+            if scale is None:
+                raise ModelError(f"the weights of {whole} have no scale: pull the model again")
+            state[whole] = (value.float().flatten(1) * scale[:, None]).view_as(value)
+        elif not name.endswith(_SCALE):
+            state[name] = value
     return state
 
 
