@@ -1,4 +1,4 @@
-"""whisfusion data check, import and holdout: getting speech ready to train on."""
+"""whisfusion data check, import, holdout and restore: getting speech ready to train on."""
 
 import sys
 from pathlib import Path
@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
     _add_check(commands)
     _add_import(commands)
     _add_holdout(commands)
+    _add_restore(commands)
 
 
 def _add_check(commands: Commands) -> None:
@@ -132,6 +133,34 @@ def run_holdout(arguments: Arguments) -> int:
 
     options = HoldoutOptions(count=arguments.count, seed=arguments.seed, include=tuple(arguments.include))
     print(hold_out(read_manifest(*arguments.manifests), arguments.out, options).render())
+    return 0
+
+
+def _add_restore(commands: Commands) -> None:
+    parser = commands.add(
+        "restore",
+        "give a corpus without case and punctuation sentences",
+        run_restore,
+        description="Write texts as sentences, with the case and punctuation of a recogniser where its words agree.",
+    )
+    parser.add_argument("manifests", nargs="+", metavar="MANIFEST", help="what to restore")
+    parser.add_argument("--written", nargs="+", required=True, metavar="HYPS.jsonl", help="from whisfusion evaluate")
+    parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl", help="the manifest to write")
+    parser.add_argument(
+        "--least", type=float, default=0.7, metavar="SHARE", help="leave out what agrees in fewer words (default 0.7)"
+    )
+
+
+def run_restore(arguments: Arguments) -> int:
+    """Restore, and tell how many were left out."""
+    from whisfusion.data.manifest import read_manifest, write_manifest
+    from whisfusion.data.restore import restore_manifest
+    from whisfusion.evaluate.score import read_hypotheses
+
+    written = read_hypotheses(*arguments.written)
+    kept, dropped = restore_manifest(read_manifest(*arguments.manifests), written, least=arguments.least)
+    write_manifest(arguments.out, kept)
+    print(f"{len(kept):,} utterances in {arguments.out}, {dropped:,} left out")
     return 0
 
 
