@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from whisfusion.decoder import Anchors, Canvas, DecoderConfig, DiffusionDecoder, start_from_whisper
+from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
+from whisfusion.memory import Anchors
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, VOCAB_SIZE, embedding_rows
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
@@ -23,7 +24,7 @@ def small(**changes):
 
 
 WHISPER = {"block": "whisper", "tied": True, "anchors": True, "canvas": Canvas("follow", 224)}
-KINDS = [{}, {"anchors": True}, {"tied": True}, WHISPER]
+KINDS = [{}, {"anchors": True}, {"tied": True}, WHISPER, WHISPER | {"adapter": 2}]
 
 
 def test_the_default_is_the_papers_decoder():
@@ -136,6 +137,28 @@ def test_anchors_start_as_large_as_token_embeddings_whatever_the_audio(loudness)
     assert memory.anchors_BLD is not None
     size = memory.anchors_BLD[:, PROMPT_LENGTH].norm(dim=-1)
     assert size.tolist() == pytest.approx([decoder.embed.weight.norm(dim=-1).mean().item()] * 2, rel=0.1)
+
+
+def test_an_adapter_starts_by_changing_nothing():
+    audio, tokens = torch.randn(2, 30, 32), torch.randint(0, 50_000, (2, 16))
+    with torch.no_grad():
+        plain, adapted = small(**WHISPER), small(**(WHISPER | {"adapter": 2}))
+        missing, unknown = adapted.load_state_dict(plain.state_dict(), strict=False)
+        assert all(name.startswith("adapter.") for name in missing)
+        assert not unknown
+        memory = adapted.listen(audio, positions=16)
+        same = plain(tokens, plain.listen(audio, positions=16))
+        assert (adapted(tokens, memory) - same).abs().max() < FLOAT32_TOLERANCE
+    assert memory.bytes_BTV is not None
+    assert memory.bytes_BTV.shape == (2, 30, 257)
+
+
+def test_what_an_adapter_learns_reaches_every_position():
+    adapted = small(**(WHISPER | {"adapter": 1}))
+    tokens = torch.randint(0, 50_000, (1, 16))
+    adapted(tokens, adapted.listen(torch.randn(1, 30, 32), positions=16)).square().sum().backward()
+    assert adapted.adapter.mix.weight.grad is not None
+    assert adapted.adapter.mix.weight.grad.abs().max() > 0
 
 
 def whisper_decoder(width=32, layers=2):

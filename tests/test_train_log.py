@@ -23,6 +23,7 @@ READINGS = Readings(
     loss=1.25,
     quantity=0.1,
     language=math.nan,
+    ctc=0.0,
     gradient_norm=2.0,
     by_bin=(math.nan, *[0.5] * (BINS - 1)),
     utterances=64,
@@ -106,10 +107,10 @@ def test_other_ranks_are_silent():
     assert type(make_display(10, main=False)) is Silent
 
 
-@pytest.mark.parametrize("block", ["paper", "whisper"])
-def test_flops_are_those_that_torch_counts(block):
+@pytest.mark.parametrize(("block", "adapter"), [("paper", "0"), ("whisper", "0"), ("paper", "2")])
+def test_flops_are_those_that_torch_counts(block, adapter):
     """Against torch's own counter, which sees every matrix product of a real step."""
-    recipe = small_recipe(decoder__block=block, decoder__tied="false", decoder__layers="2")
+    recipe = small_recipe(decoder__block=block, decoder__tied="false", decoder__layers="2", decoder__adapter=adapter)
     trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
     predicted = []
     trainer.objective.register_forward_pre_hook(lambda _, args: predicted.append(len(args[2].where_R)))

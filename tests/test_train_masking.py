@@ -1,12 +1,14 @@
 import torch
 
+from whisfusion.ctc import byte_targets
 from whisfusion.data.augment import SpecAugment, spec_augment
 from whisfusion.data.batch import Batch, make_targets
 from whisfusion.diffusion import MaskRatios
 from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH, get_tokenizer
-from whisfusion.train.masking import BINS, LANGUAGE_POSITION, mask_step
+from whisfusion.train.masking import BINS, LANGUAGE_POSITION, mask_step, spell
 
 CPU = torch.device("cpu")
+SPELLED = get_tokenizer().token_bytes()
 LABELS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], None, [51, 52], [61, 62, 63]]
 CANVASES = [16, 12, 16, 16, 12, 16]
 
@@ -30,6 +32,7 @@ def mask(*batches: Batch, low: float = 0.0, high: float = 1.0, language_share: f
         MaskRatios(low, high),
         language_share=language_share,
         augment_numbers=4,
+        letters=True,
         generator=generator,
         device=CPU,
     )
@@ -71,6 +74,20 @@ def test_what_is_predicted_is_what_was_masked_of_the_transcript():
         totals = torch.zeros(6).index_add(0, rows, masked.weights_R)
         assert torch.allclose(totals, torch.tensor([1.0, 1, 1, 0, 1, 1]))
         assert masked.bin_counts.sum() == 5
+
+
+def test_transcripts_are_spelled_in_bytes():
+    texts = ["größer 今天", "a", "one two three"]
+    labels = [get_tokenizer().encode(text) for text in texts]
+    targets = make_targets([*labels, None, []], ["de"] * 5, [32] * 5, 32)
+    letters_BS, counts_B = spell(targets.tokens_BL, targets.scored_BL)
+    for text, row, count in zip(texts, letters_BS, counts_B.tolist(), strict=False):
+        assert row[:count].tolist() == byte_targets(" " + text)
+        assert not row[count:].any()
+    assert counts_B[3:].tolist() == [0, 0]
+    assert letters_BS.shape[1] % 128 == 0
+    [masked] = mask(batch_of([0, 3]))
+    assert masked.letter_counts_B.tolist() == [len(b"".join(map(SPELLED.__getitem__, LABELS[0]))), 0]
 
 
 def test_only_the_canvas_is_masked_and_the_prompt_is_kept():

@@ -130,6 +130,19 @@ def test_every_loss_term_reaches_its_parameters():
     assert readings.quantity > 0
 
 
+def test_an_adapter_learns_to_spell():
+    trainer = trainer_of(small_recipe(**{"decoder.adapter": "1", "learning_rate": "3e-3", "warmup_steps": "0"}))
+    batch = batch_of([0, 1])
+    found = gradients(trainer, batch)
+    assert found["adapter.ctc.weight"].abs().sum() > 0
+    first = trainer.read().ctc
+    for _ in range(30):
+        trainer.skip_to(5)  # the schedule stands still
+        trainer.step((batch,))
+    assert 0 < trainer.read().ctc < first
+    assert trainer_of(small_recipe()).decoder.config.adapter == 0
+
+
 def test_gradients_are_clipped_to_their_length():
     loose, tight = trainer_of(small_recipe(clip="1e9")), trainer_of(small_recipe(clip="0.01"))
     batch = batch_of([0, 1, 2, 3, 4, 5])

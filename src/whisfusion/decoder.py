@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion.blocks import KeysValues, RMSNorm, Rotation, Stack, paper_block, whisper_block
+from whisfusion.blocks import RMSNorm, Rotation, Stack, paper_block, whisper_block
 from whisfusion.errors import ModelError, OptionError
+from whisfusion.memory import Adapter, Anchors, AudioMemory
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, VOCAB_SIZE, embedding_rows
 
 
@@ -49,6 +50,8 @@ class DecoderConfig:
     """Whether the output head is the token embedding."""
     anchors: bool = False
     """Whether each position is told which slice of the audio is its own. Ours; off in the paper."""
+    adapter: int = 0
+    """Layers between encoder and decoder that learn, with a CTC loss of their own. Ours; none in the paper."""
     canvas: Canvas = field(default_factory=Canvas)
     norm_eps: float = 1e-5
     rope_base: float = 1e4
@@ -61,6 +64,8 @@ class DecoderConfig:
             for name in ("layers", "width", "heads", "hidden", "audio_width")
             if getattr(self, name) < 1
         ]
+        if self.adapter < 0:
+            problems.append(f"decoder adapter must be a number of layers, not {self.adapter}")
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(f"decoder width {self.width} must divide into {self.heads} heads of even width")
         if self.block not in ("paper", "whisper"):
@@ -72,61 +77,6 @@ class DecoderConfig:
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout must be in [0, 1), not {self.dropout}")
         OptionError.collect(problems)
-
-
-@dataclass(frozen=True)
-class AudioMemory:
-    """What the decoder keeps of an utterance's audio: computed once, read at every step by every candidate."""
-
-    layers: list[KeysValues]
-    heard_BT: Tensor | None
-    """True where there is audio; None where every position counts."""
-    anchors_BLD: Tensor | None = None
-    """Added to the input of each canvas position."""
-    quantity_B: Tensor | None = None
-    """How many tokens (endoftext included) the anchors hear."""
-
-
-class Anchors(nn.Module):
-    """Cuts the audio into one slice per token and gives each canvas position the mean of its own slice.
-
-    Every frame gets a weight a_t; their running sum A_t is a position in the transcript, so that position i takes
-    frame t with weight max(0, min(A_t, i + 1) - max(A_(t-1), i)).
-    """
-
-    def __init__(self, audio_width: int, width: int, hidden: int = 256) -> None:
-        super().__init__()
-        self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
-        self.weigh = nn.Linear(hidden, 1)
-        self.project = nn.Linear(audio_width, width, bias=False)
-        # Audio features are fifty times as large as token embeddings: unbounded, slices would drown the tokens.
-        self.norm = RMSNorm(width, eps=1e-5)
-
-    def forward(
-        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Anchors (B, positions, D), 0 where nothing is left to hear, and the quantity (B,) of tokens heard."""
-        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B)
-        return self.norm(self.project(slices_BLE)), quantity_B
-
-    def cut(
-        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean audio of each position's slice (B, positions, audio width), and the quantity.
-
-        The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number.
-        """
-        h_BTE = F.gelu(self.context(audio_BTD.transpose(1, 2))).transpose(1, 2)
-        a_BT = torch.sigmoid(self.weigh(h_BTE).squeeze(-1).float())
-        if heard_BT is not None:
-            a_BT = a_BT * heard_BT
-        quantity_B = a_BT.sum(1)
-        counts_B = quantity_B.round().clamp(min=1) if counts_B is None else counts_B
-        end_BT = (a_BT * (counts_B / quantity_B)[:, None]).cumsum(1)
-        start_BT = F.pad(end_BT[:, :-1], (1, 0))
-        i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]
-        w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
-        return w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD, quantity_B
 
 
 class DiffusionDecoder(nn.Module):
@@ -162,6 +112,8 @@ class DiffusionDecoder(nn.Module):
                 for _ in layers
             )
             self.norm = nn.LayerNorm(width)
+        if config.adapter:
+            self.adapter = Adapter(config.audio_width, config.adapter, dropout=config.dropout)
         if config.anchors:
             self.anchors = Anchors(config.audio_width, width)
         if not config.tied:
@@ -182,6 +134,11 @@ class DiffusionDecoder(nn.Module):
             for block in self.blocks:
                 for output in (block.self_attn.out, block.cross_attn.out, block.ffn.down):
                     output.weight.mul_(scale)
+            if self.config.adapter:
+                self.adapter.mix.weight.zero_()
+                for block in self.adapter.blocks:
+                    for output in (block.self_attn.out, block.ffn.down):
+                        output.weight.zero_()
             if self.config.anchors:
                 # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
                 self.anchors.weigh.bias.fill_(-2.6)
@@ -202,14 +159,17 @@ class DiffusionDecoder(nn.Module):
         counts_B: Tensor | None = None,
     ) -> AudioMemory:
         """Keys and values of every layer, and the anchors of a canvas of `positions`, from the encoder's features."""
+        bytes_BTV = None
+        if self.config.adapter:
+            audio_BTD, bytes_BTV = self.adapter(audio_BTD, heard_BT)
         memory_BTD = self.project(audio_BTD)
         layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
         if not self.config.anchors:
-            return AudioMemory(layers, heard_BT)
+            return AudioMemory(layers, heard_BT, bytes_BTV=bytes_BTV)
         own_BLD, quantity_B = self.anchors(audio_BTD, heard_BT, positions=positions - PROMPT_LENGTH, counts_B=counts_B)
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
-        return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B)
+        return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B, bytes_BTV)
 
     def forward(self, tokens_GL: Tensor, memory: AudioMemory, canvas_BL: Tensor | None = None) -> Tensor:
         """States (G, L, D) from which `logits` predicts each position.

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from whisfusion.checkpoint import Model
-from whisfusion.decoder import AudioMemory, DiffusionDecoder
+from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import audio_mask
 from whisfusion.errors import LanguageError, OptionError
 from whisfusion.mel import log_mel
+from whisfusion.memory import AudioMemory
 from whisfusion.pdd import Candidate, PDDOptions, parallel_decode
 from whisfusion.selection import (
     HighestConfidence,

@@ -140,6 +140,10 @@ class Tokenizer:
                 text_ids.append(token_id)
         return self._bpe.decode(text_ids, errors="replace").strip()
 
+    def token_bytes(self) -> list[bytes]:
+        """The UTF-8 bytes that each text id stands for, by id."""
+        return [self._bpe.decode_single_token_bytes(token_id) for token_id in self.text_ids]
+
     def prompt(self, language: str) -> list[int]:
         """The PROMPT_LENGTH ids before a transcript in `language` (a code or a name)."""
         return [STARTOFTRANSCRIPT, self.language_id(language), TRANSCRIBE, NOTIMESTAMPS]

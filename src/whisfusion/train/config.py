@@ -56,6 +56,8 @@ class Recipe:
     """Share of the target probability that is spread over the vocabulary."""
     quantity_weight: float = 1.0
     """Weight of the anchors' token count in the loss, where the decoder has anchors."""
+    ctc_weight: float = 0.3
+    """Weight of the adapter's CTC loss, where the decoder has an adapter."""
     language_share: float = 0.0
     """Share of the utterances whose language token is masked too, and predicted."""
     language_weight: float = 1.0
@@ -159,6 +161,7 @@ _LEAST = {
     "warmup_steps": 0,
     "quantity_weight": 0,
     "language_weight": 0,
+    "ctc_weight": 0,
     "weight_decay": 0,
     "ema_ramp": 0,
     "seed": 0,

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from whisfusion.ctc import CLASSES
 from whisfusion.decoder import DecoderConfig
 from whisfusion.encoder import EncoderConfig
 
@@ -38,7 +39,11 @@ def decoder_flops(
     anchors = 0
     if config.anchors:
         anchors = audio * config.audio_width * (5 * 256 + positions) + positions * config.audio_width * width
-    forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors)
+    adapter = 0
+    if config.adapter:
+        heard = config.audio_width
+        adapter = audio * heard * (heard + CLASSES) + config.adapter * audio * heard * (12 * heard + 2 * audio)
+    forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
     return 2.0 * (1 + _BACKWARD) * forward
 

@@ -1,8 +1,10 @@
 """Everything that is random in a step, drawn on the host for the rows of all ranks, and what it makes of them.
 
-Letters: B utterances, L canvas positions, R positions to predict, S rows of the whole step, N random numbers.
+Letters: B utterances, L canvas positions, R positions to predict, S rows of the whole step (letters of a spelling in
+letters_BS), N random numbers.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from whisfusion.data.batch import Batch
 from whisfusion.diffusion import MaskRatios, corrupt, loss_weights
-from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH
+from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH, get_tokenizer
 
 LANGUAGE_POSITION = 1
 """Where the prompt has its language token."""
@@ -20,6 +22,9 @@ BINS = 10
 
 _ROWS_MULTIPLE = 1024
 """On a GPU R is rounded up to this: few shapes, and sizes that matrix units like."""
+
+_LETTERS_MULTIPLE = 128
+"""The longest spelling of a batch is rounded up to this: again few shapes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Masked:
     """Whether the language is to be predicted."""
     augment_BN: Tensor
     """Random numbers for SpecAugment."""
+    letters_BS: Tensor
+    """Bytes of the transcripts as CTC classes, for the adapter; of no width where there is none."""
+    letter_counts_B: Tensor
+    """How many they are."""
 
 
 def mask_step(
@@ -58,6 +67,7 @@ def mask_step(
     *,
     language_share: float,
     augment_numbers: int,
+    letters: bool,
     generator: torch.Generator,
     device: torch.device,
 ) -> list[Masked]:
@@ -81,14 +91,20 @@ def mask_step(
     language_S = torch.rand(total, generator=generator) < language_share
     augment_SN = torch.rand(total, augment_numbers, generator=generator)
     return [
-        _masked(batch, corrupted_SL[rows], ratio_S[rows], language_S[rows], augment_SN[rows], device)
+        _masked(batch, corrupted_SL[rows], ratio_S[rows], language_S[rows], augment_SN[rows], letters, device)
         for batch in batches
         for rows in (batch.rows_B,)
     ]
 
 
 def _masked(
-    batch: Batch, tokens_BL: Tensor, ratio_B: Tensor, language_B: Tensor, augment_BN: Tensor, device: torch.device
+    batch: Batch,
+    tokens_BL: Tensor,
+    ratio_B: Tensor,
+    language_B: Tensor,
+    augment_BN: Tensor,
+    letters: bool,
+    device: torch.device,
 ) -> Masked:
     targets = batch.targets
     weights_BL = loss_weights(tokens_BL, targets.scored_BL)
@@ -100,6 +116,7 @@ def _masked(
     valid_B = targets.scored_BL.any(1)
     bin_B = (ratio_B * BINS).long().clamp(max=BINS - 1)
     language_B = language_B & valid_B
+    letters_BS, letter_counts_B = spell(targets.tokens_BL, targets.scored_BL & letters)
     on_device = {
         "tokens_BL": torch.where(
             language_B[:, None] & (torch.arange(tokens_BL.shape[1]) == LANGUAGE_POSITION), MASK, tokens_BL
@@ -115,8 +132,35 @@ def _masked(
         "languages_B": targets.tokens_BL[:, LANGUAGE_POSITION],
         "language_masked_B": language_B,
         "augment_BN": augment_BN,
+        "letters_BS": letters_BS,
+        "letter_counts_B": letter_counts_B,
     }
     return Masked(**{name: to_device(tensor, device) for name, tensor in on_device.items()})
+
+
+def spell(tokens_BL: Tensor, scored_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of the scored text as CTC classes (B, S), 0 (the blank) beyond them, and their numbers (B,)."""
+    flat, firsts_V, counts_V = _spelling()
+    text_BL = scored_BL & (tokens_BL < ENDOFTEXT)
+    ids_N, row_N = tokens_BL[text_BL], text_BL.nonzero()[:, 0]
+    counts_N = counts_V[ids_N]
+    counts_B = torch.zeros(len(tokens_BL), dtype=torch.long).index_add(0, row_N, counts_N)
+    longest = int(counts_B.max()) if len(ids_N) else 0
+    letters_BS = torch.zeros(len(tokens_BL), -(-longest // _LETTERS_MULTIPLE) * _LETTERS_MULTIPLE, dtype=torch.long)
+    # Each letter's place in its token, and so in the line of all letters.
+    within_M = torch.arange(int(counts_N.sum())) - (counts_N.cumsum(0) - counts_N).repeat_interleave(counts_N)
+    letters_BS[torch.arange(letters_BS.shape[1]) < counts_B[:, None]] = (
+        1 + flat[firsts_V[ids_N].repeat_interleave(counts_N) + within_M]
+    )
+    return letters_BS, counts_B
+
+
+@functools.cache
+def _spelling() -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens' bytes in a line, where each begins and how many it has."""
+    spelled = get_tokenizer().token_bytes()
+    counts_V = torch.tensor([len(piece) for piece in spelled])
+    return torch.tensor(list(b"".join(spelled))), counts_V.cumsum(0) - counts_V, counts_V
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whisfusion.ctc import ctc_loss
 from whisfusion.decoder import DiffusionDecoder
 from whisfusion.diffusion import diffusion_loss, position_losses, quantity_loss
 from whisfusion.tokenizer import LANGUAGES, get_tokenizer
@@ -28,6 +29,8 @@ class Terms:
     """How far the anchors' token counts are off, relative to the true ones."""
     language: Tensor
     """Cross-entropy of the language tokens that were masked."""
+    ctc: Tensor
+    """Cross-entropy of the adapter's spelling, a letter."""
     by_bin: Tensor
     """The first by bins of the mask ratio, without gradient."""
 
@@ -68,15 +71,27 @@ class Objective(nn.Module):
             quantity = quantity_loss(memory.quantity_B, counts_B) * len(counts_B)
         if self.languages:
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
+        ctc = losses_R.new_zeros(())
+        if memory.bytes_BTV is not None:
+            ctc = _spelling_loss(memory.bytes_BTV, heard_BT, masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
-        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, by_bin)
+        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
 
     def _language_loss(self, states_BD: Tensor, masked: Masked) -> Tensor:
         first = get_tokenizer().language_id(next(iter(LANGUAGES)))
         logits_BV = self.decoder.logits(states_BD, slice(first, first + len(LANGUAGES)))
         losses_B = position_losses(logits_BV, masked.languages_B - first)
         return diffusion_loss(losses_B, masked.language_masked_B.float())
+
+
+def _spelling_loss(bytes_BTV: Tensor, heard_BT: Tensor | None, masked: Masked) -> Tensor:
+    """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss."""
+    positions_B = (
+        heard_BT.sum(1) if heard_BT is not None else torch.full_like(masked.letter_counts_B, bytes_BTV.shape[1])
+    )
+    losses_B = ctc_loss(bytes_BTV, masked.letters_BS, positions_B, masked.letter_counts_B)
+    return (losses_B / masked.letter_counts_B.clamp(min=1) * masked.valid_B).sum()
 
 
 def head_losses(states_RD: Tensor, head_VD: Tensor, targets_R: Tensor, label_smoothing: float) -> Tensor:

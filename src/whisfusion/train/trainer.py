@@ -38,6 +38,8 @@ class Readings:
     """Relative error of the anchors' token count; 0 without anchors."""
     language: float
     """Cross-entropy of masked language tokens; nan where there were none."""
+    ctc: float
+    """The adapter's CTC loss a letter; 0 without an adapter."""
     gradient_norm: float
     """Mean over the steps, before clipping."""
     by_bin: tuple[float, ...]
@@ -73,7 +75,7 @@ class Trainer:
         self._graphs = recipe.graphs and ranks.world == 1 and ranks.device.type == "cuda"
         if self._graphs:
             self._work = Captured(self._compute, list(decoder.parameters()))
-        self._totals = torch.zeros(5 + 2 * BINS, device=ranks.device)
+        self._totals = torch.zeros(6 + 2 * BINS, device=ranks.device)
         self._steps_read = 0
 
     def step(self, batches: Sequence[Batch]) -> None:
@@ -85,6 +87,7 @@ class Trainer:
             schedule.mask_ratios(recipe, number, self.steps),
             language_share=recipe.language_share,
             augment_numbers=recipe.spec_augment.numbers,
+            letters=recipe.decoder.adapter > 0,
             generator=torch.Generator().manual_seed(mix(recipe.seed, number, "masks")),
             device=self.ranks.device,
         )
@@ -124,7 +127,7 @@ class Trainer:
         totals = self._totals.clone()
         # The norm is already that of all ranks.
         totals[4] /= self.ranks.world
-        loss, quantity, language, languages, norm, *bins = self.ranks.sum(totals).tolist()
+        loss, quantity, language, languages, norm, ctc, *bins = self.ranks.sum(totals).tolist()
         by_bin, counts = bins[:BINS], bins[BINS:]
         utterances, steps = sum(counts), self.step_number - self._steps_read
         self._totals.zero_()
@@ -133,6 +136,7 @@ class Trainer:
             loss=_ratio(loss, utterances),
             quantity=_ratio(quantity, utterances),
             language=_ratio(language, languages),
+            ctc=_ratio(ctc, utterances),
             gradient_norm=_ratio(norm, steps),
             by_bin=tuple(_ratio(total, count) for total, count in zip(by_bin, counts, strict=True)),
             utterances=round(utterances),
@@ -156,17 +160,18 @@ class Trainer:
             terms = self.objective(audio_BTD, heard_BT, masked)
         # Sharding averages gradients over the ranks, so a sum over them takes their number as a factor.
         utterances, languages = (self.ranks.world / inputs["counts"].clamp(min=1)).unbind()
-        loss = (terms.diffusion + recipe.quantity_weight * terms.quantity) * utterances
-        loss = loss + recipe.language_weight * terms.language * languages
+        loss = terms.diffusion + recipe.quantity_weight * terms.quantity + recipe.ctc_weight * terms.ctc
+        loss = loss * utterances + recipe.language_weight * terms.language * languages
         loss.backward()
-        return terms.diffusion.detach(), terms.quantity.detach(), terms.language.detach(), terms.by_bin
+        return tuple(getattr(terms, field.name).detach() for field in fields(Terms))
 
     @torch.no_grad()
     def _add(self, terms: Terms, masked: Masked) -> None:
         self._totals[:3] += torch.stack((terms.diffusion, terms.quantity, terms.language))
         self._totals[3] += masked.language_masked_B.sum()
-        self._totals[5 : 5 + BINS] += terms.by_bin
-        self._totals[5 + BINS :] += masked.bin_counts
+        self._totals[5] += terms.ctc
+        self._totals[6 : 6 + BINS] += terms.by_bin
+        self._totals[6 + BINS :] += masked.bin_counts
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:

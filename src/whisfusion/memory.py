@@ -1,0 +1,99 @@
+"""What a decoder keeps of an utterance's audio, and the small learned parts that prepare it. Both parts are ours.
+
+Letters: B utterances, T audio positions, L canvas positions, D width, E audio width, V classes of CTC.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whisfusion.blocks import KeysValues, RMSNorm, Stack, whisper_block
+from whisfusion.ctc import CLASSES
+
+
+@dataclass(frozen=True)
+class AudioMemory:
+    """What the decoder keeps of an utterance's audio: computed once, read at every step by every candidate."""
+
+    layers: list[KeysValues]
+    heard_BT: Tensor | None
+    """True where there is audio; None where every position counts."""
+    anchors_BLD: Tensor | None = None
+    """Added to the input of each canvas position."""
+    quantity_B: Tensor | None = None
+    """How many tokens (endoftext included) the anchors hear."""
+    bytes_BTV: Tensor | None = None
+    """The adapter's CTC logits: for every audio position the blank and the 256 bytes of UTF-8."""
+
+
+class Adapter(nn.Module):
+    """Turns features made for a decoder that walks through them into features that can be read anywhere at once.
+
+    A convolution and bidirectional blocks, added to what the encoder says; they start by adding nothing. CTC on the
+    bytes of the transcript teaches them where in the audio each letter is.
+    """
+
+    def __init__(self, width: int, layers: int, *, dropout: float, kernel: int = 15) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.mix = nn.Linear(width, width)
+        self.blocks = Stack(
+            whisper_block(width, max(1, width // 64), hidden=4 * width, cross=False, dropout=dropout)
+            for _ in range(layers)
+        )
+        self.ctc = nn.Linear(width, CLASSES)
+
+    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Features of the same shape, zero where nothing was heard, and CTC logits (B, T, CLASSES)."""
+        near_BTD = self.near(audio_BTD.transpose(1, 2)).transpose(1, 2).contiguous()
+        x_BTD = audio_BTD + self.mix(F.gelu(near_BTD))
+        mask = None if heard_BT is None else heard_BT[:, None, None, :]
+        for block in self.blocks:
+            x_BTD = block(x_BTD, self_mask=mask)
+        if heard_BT is not None:
+            x_BTD = x_BTD * heard_BT[..., None]
+        return x_BTD, self.ctc(x_BTD)
+
+
+class Anchors(nn.Module):
+    """Cuts the audio into one slice per token and gives each canvas position the mean of its own slice.
+
+    Every frame gets a weight a_t; their running sum A_t is a position in the transcript, so that position i takes
+    frame t with weight max(0, min(A_t, i + 1) - max(A_(t-1), i)).
+    """
+
+    def __init__(self, audio_width: int, width: int, hidden: int = 256) -> None:
+        super().__init__()
+        self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
+        self.weigh = nn.Linear(hidden, 1)
+        self.project = nn.Linear(audio_width, width, bias=False)
+        # Audio features are fifty times as large as token embeddings: unbounded, slices would drown the tokens.
+        self.norm = RMSNorm(width, eps=1e-5)
+
+    def forward(
+        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Anchors (B, positions, D), 0 where nothing is left to hear, and the quantity (B,) of tokens heard."""
+        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B)
+        return self.norm(self.project(slices_BLE)), quantity_B
+
+    def cut(
+        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean audio of each position's slice (B, positions, audio width), and the quantity.
+
+        The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number.
+        """
+        h_BTE = F.gelu(self.context(audio_BTD.transpose(1, 2))).transpose(1, 2)
+        a_BT = torch.sigmoid(self.weigh(h_BTE).squeeze(-1).float())
+        if heard_BT is not None:
+            a_BT = a_BT * heard_BT
+        quantity_B = a_BT.sum(1)
+        counts_B = quantity_B.round().clamp(min=1) if counts_B is None else counts_B
+        end_BT = (a_BT * (counts_B / quantity_B)[:, None]).cumsum(1)
+        start_BT = F.pad(end_BT[:, :-1], (1, 0))
+        i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]
+        w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
+        return w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD, quantity_B
