@@ -8,6 +8,7 @@ their plots; prints a table, then one JSON line. Weights, hypotheses and referen
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -40,6 +41,10 @@ def without_folders(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
+def _median(log: list[dict[str, float]], column: str) -> float:
+    return statistics.median(row[column] for row in log)
+
+
 def collect(args: argparse.Namespace) -> dict[str, Any]:
     config = without_folders(json.loads((args.run / "config.json").read_text("utf-8")))
     log, dev = read_csv(args.run / "log.csv"), read_csv(args.run / "dev.csv")
@@ -51,8 +56,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "steps": round(log[-1]["step"]),
         "model_step": args.step or round(log[-1]["step"]),
         "note": args.note,
-        "ms_per_step": round(statistics.median(row["ms_per_step"] for row in log), 1),
-        "peak_share": round(statistics.median(row["peak_share"] for row in log), 3),
+        "ms_per_step": round(_median(log, "ms_per_step"), 1),
+        "peak_share": None if math.isnan(log[-1]["peak_share"]) else round(_median(log, "peak_share"), 3),
         "hours_heard": round(log[-1]["hours"], 1),
         "loss": log[-1]["loss"],
         "dev_wer": [{"step": round(row["step"]), "percent": round(100 * row["wer"], 2)} for row in dev],
