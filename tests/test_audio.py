@@ -15,7 +15,7 @@ import pytest
 import soundfile
 import torch
 
-from whisfusion.audio import load_audio
+from whisfusion.audio import SAMPLE_RATE, load_audio
 from whisfusion.errors import AudioError
 
 SECONDS = 3.0
@@ -347,3 +347,18 @@ def test_the_tiny_clips_are_what_their_manifest_says():
             samples = load_audio(member)
             assert 1.0 <= record["duration"] <= 2.0
             assert len(samples) / 16_000 == pytest.approx(record["duration"], abs=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [1.3, 70.0])
+def test_opus_is_neither_late_nor_cut(tmp_path, seconds):
+    """The codec's lead-in is skipped: a click stays where it was, also beyond the first block that is read."""
+    path = tmp_path / "click.opus"
+    samples = np.zeros(int(seconds * SAMPLE_RATE), dtype=np.float32)
+    clicks = [int(0.5 * SAMPLE_RATE), len(samples) - int(0.3 * SAMPLE_RATE)]
+    samples[clicks] = 0.9
+    soundfile.write(path, samples, SAMPLE_RATE, format="OGG", subtype="OPUS")
+    heard = load_audio(path)
+    assert np.array_equal(heard, soundfile.read(path, dtype="float32")[0])
+    for click in clicks:
+        around = np.abs(heard[click - 400 : click + 400])
+        assert abs(int(around.argmax()) - 400) <= 2

@@ -1,13 +1,16 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from whisfusion import hub
 from whisfusion.checkpoint import ModelConfig, load, read_config, save, sha256_of
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError
 from whisfusion.pdd import PDDOptions
+from whisfusion.weights import fingerprint, load_whisper_weights
 
 ENCODER = EncoderConfig(mels=80, width=64, layers=1, heads=1)
 CONFIG = ModelConfig(
@@ -149,3 +152,23 @@ def test_nothing_but_safetensors_and_json_is_read(folder):
     (folder / "model.bin").write_bytes(b"\x80\x04")
     (folder / "model.safetensors").write_bytes(b"not listed, not read")
     load(folder, dtype=torch.float32)
+
+
+def test_without_an_encoder_the_folder_names_the_whisper_to_take_it_from(tmp_path, tiny_whisper, monkeypatch):
+    published = load_whisper_weights(tiny_whisper)
+    monkeypatch.setattr(hub, "resolve", lambda name: tiny_whisper if name == "whisper-tiny" else None)
+    config = replace(CONFIG, encoder=published.encoder_config, encoder_sha256=fingerprint(published.encoder))
+    decoder = DiffusionDecoder(config.decoder).state_dict()
+    folder = save(tmp_path / "model", config, decoder)
+    assert not list(folder.glob("encoder*"))
+    loaded = load(folder, dtype=torch.float32).encoder.state_dict()
+    assert all(torch.equal(loaded[name], value.float()) for name, value in published.encoder.items())
+    save(folder, replace(config, encoder_sha256="0" * 64), decoder)
+    with pytest.raises(ModelError, match="not those the model was trained with"):
+        load(folder, dtype=torch.float32)
+
+
+def test_a_fingerprint_does_not_depend_on_the_format():
+    half = {"b": torch.randn(3, 4).half(), "a": torch.randn(5).half()}
+    assert fingerprint(half) == fingerprint({name: half[name].float() for name in ("a", "b")})
+    assert fingerprint(half) != fingerprint(half | {"a": half["a"] + 1})

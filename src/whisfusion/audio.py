@@ -174,6 +174,8 @@ def _decode_with_soundfile(name: str, stream: BinaryIO) -> tuple[np.ndarray, int
             return None
         blocks: list[np.ndarray] = []
         try:
+            # Without this, libsndfile leaves in the samples of Opus that its format says to skip at the start.
+            file.seek(0)
             # In blocks, since a damaged header may announce more than there is memory for.
             while not blocks or len(blocks[-1]) == _BLOCK:
                 blocks.append(_mono(name, file.read(_BLOCK, dtype="float32", always_2d=True).T))

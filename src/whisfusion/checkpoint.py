@@ -38,7 +38,7 @@ class ModelConfig:
     encoder_name: str = "whisper-large-v3"
     """The Whisper whose encoder this is, as `whisfusion pull` knows it: read when the folder holds no encoder."""
     encoder_sha256: str | None = None
-    """Hash of that Whisper's weights where they are not in the folder."""
+    """`weights.fingerprint` of that encoder where it is not in the folder."""
     window: Literal["padded", "clip"] = "padded"
     """Whether the encoder hears clips padded to 30 s (the paper) or their own duration."""
     text_style: Literal["normalised", "written"] = "normalised"
@@ -167,14 +167,14 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 
 
 def _published_encoder(config: ModelConfig) -> Mapping[str, Tensor]:
-    from whisfusion import hub
-    from whisfusion.weights import load_whisper_weights
+    from whisfusion.weights import fingerprint, load_whisper_weights
 
-    weights = load_whisper_weights(hub.resolve(config.encoder_name))
-    if config.encoder_sha256 and weights.sha256 != config.encoder_sha256:
+    weights = load_whisper_weights(config.encoder_name)
+    found = fingerprint(weights.encoder)
+    if config.encoder_sha256 and found != config.encoder_sha256:
         raise ModelError(
             f"the weights of {config.encoder_name} on this machine are not those the model was trained with "
-            f"(sha256 {weights.sha256[:12]}, expected {config.encoder_sha256[:12]})"
+            f"(sha256 {found[:12]}, expected {config.encoder_sha256[:12]})"
         )
     return weights.encoder
 

@@ -34,7 +34,7 @@ def load(
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     if system == "whisper":
-        whisper = load_whisper(hub.resolve(_path(name_or_path, DEFAULT_WHISPER)), place, number)
+        whisper = load_whisper(_path(name_or_path, DEFAULT_WHISPER), place, number)
         return Transcriber(WhisperSystem(whisper))
     if system != "whisfusion":
         raise OptionError(f"system must be whisfusion or whisper, not {system!r}")

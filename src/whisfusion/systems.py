@@ -164,11 +164,9 @@ class DiffusionSystem:
     def _reranker(self) -> WhisperRerank:
         """Whisper's decoder, read from the cache on first use."""
         if self._rerank is None:
-            from whisfusion import hub
             from whisfusion.weights import load_whisper
 
-            path = hub.resolve(self.model.config.encoder_name)
-            whisper = load_whisper(path, self._device, self.model.encoder.positions.dtype)
+            whisper = load_whisper(self.model.config.encoder_name, self._device, self.model.encoder.positions.dtype)
             self._rerank = WhisperRerank(whisper.decoder)
         return self._rerank
 

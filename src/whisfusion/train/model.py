@@ -15,7 +15,7 @@ from whisfusion.decoder import DiffusionDecoder, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
-from whisfusion.weights import load_whisper_weights
+from whisfusion.weights import fingerprint, load_whisper_weights
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
     if recipe.start == "whisper":
         start_from_whisper(decoder, {name: value.float() for name, value in weights.decoder.items()})
     encoder = _encoder(weights.encoder_config, weights.encoder)
-    return StartingPoint(decoder, encoder, None if Path(recipe.encoder).exists() else weights.sha256)
+    return StartingPoint(decoder, encoder, None if Path(recipe.encoder).exists() else fingerprint(weights.encoder))
 
 
 def model_config(
