@@ -1,0 +1,96 @@
+"""docs/results.md from the JSON under benchmarks/results: no figure is written by hand.
+
+    python benchmarks/report.py
+
+A test checks that the page is what this script writes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+HEAD = """# Results
+
+Every figure on this page is made by `benchmarks/report.py` from the JSON under `benchmarks/results`, which also holds
+the machine, the versions, the seed and the command. Error rates are corpus error rates on normalised text, in percent,
+with 95 % bootstrap intervals in brackets.
+"""
+
+PARITY = """## Whisper, the peer
+
+`--system whisper` with Whisper-base's published weights against faster-whisper, both greedy in float32 on a CPU, on
+{clips:,} clips ({hours} h) of {data}. Made by `{command}`.
+
+| system | WER |
+|---|---|
+{rows}
+
+Identical normalised text on {identical:,} of {clips:,} clips ({share:.2f} %). The clips that differ are listed in
+`benchmarks/results/whisper_parity.json`.
+"""
+
+RUNS = """## Training trials
+
+A decoder over the frozen encoder of Whisper-base, trained on 25 h of English (LibriSpeech, Common Voice, LJ Speech) in
+minutes on one {device}: a check of the training code, not a model to use. Decoded with K = {candidates}, N = {steps},
+temperature {temperature}, MBR.
+
+| recipe | steps | ms a step | hours heard | {datasets} | of matrix peak |
+|---|---|---|---|{dashes}---|
+{rows}
+{notes}
+Their loss and dev WER: {curves}.
+"""
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def parity() -> str:
+    result = read("whisper_parity.json")
+    names = {"whisfusion": "whisfusion --system whisper", "faster_whisper": "faster-whisper"}
+    rows = "\n".join(f"| {names[name]} | {rate['percent']:.2f} |" for name, rate in result["wer"].items())
+    facts = {name: result[name] for name in ("clips", "hours", "data", "identical", "command")}
+    return PARITY.format(rows=rows, share=100 * result["identical_share"], **facts)
+
+
+def runs(*names: str) -> str:
+    results = {name: read(f"{name}/result.json") for name in names}
+    first = next(iter(results.values()))
+    datasets = [part["dataset"] for part in first["test"]]
+    rows, notes = [], []
+    for result in results.values():
+        cells = [f"{part['percent']:.2f} ({part['low']:.2f} to {part['high']:.2f})" for part in result["test"]]
+        mark = f" [{len(notes) + 1}]" if result["note"] else ""
+        if result["note"]:
+            notes.append(f"[{len(notes) + 1}] {result['recipe']}: {result['note']}.")
+        rows.append(
+            f"| `{result['recipe']}`{mark} | {result['model_step']:,} | {result['ms_per_step']:.1f} "
+            f"| {result['hours_heard']:,.0f} | {' | '.join(cells)} | {100 * result['peak_share']:.0f} % |"
+        )
+    return RUNS.format(
+        device=first["machine"]["device_name"],
+        **{name: first["decoding"][name] for name in ("candidates", "steps", "temperature")},
+        datasets=" | ".join(datasets),
+        dashes="---|" * len(datasets),
+        rows="\n".join(rows),
+        notes="".join(f"\n{note}\n" for note in notes),
+        curves=", ".join(
+            f"[{name} loss](../benchmarks/results/{name}/loss.png), [dev WER](../benchmarks/results/{name}/wer.png)"
+            for name in results
+        ),
+    )
+
+
+def render() -> str:
+    return "\n".join([HEAD, parity(), runs("trial", "trial_paper")])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), "utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
