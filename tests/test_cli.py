@@ -145,6 +145,16 @@ def test_json_on_stdout_is_a_line_for_each_file(call, tiny_model: Path, make_wav
     assert all(record["language"] == "en" and record["segments"] for record in records)
 
 
+def test_a_trace_is_part_of_the_json(call, tiny_clip_model: Path, make_wav):
+    words = ("transcribe", make_wav(), "--model", tiny_clip_model, "--language", "en", "--trace")
+    traced = call(*words, "--output_format", "json", "-n", "3")
+    assert traced.status == 0
+    assert len(json.loads(traced.out)["segments"][0]["trace"]) == 3
+    refused = call(*words)
+    assert refused.status == 2
+    assert "--output_format json" in refused.err
+
+
 def test_verbose_tells_more_on_stderr(call, tiny_model: Path, make_wav):
     answer = call("transcribe", make_wav("a.wav", 2.0), "--model", tiny_model, "--language", "de", "--verbose")
     assert "2.0 s, language de, confidence -" in answer.err

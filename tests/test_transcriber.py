@@ -83,6 +83,18 @@ def test_results_hold_what_was_decided(model):
     )
 
 
+def test_a_trace_shows_every_step(model):
+    transcript = model.transcribe(hum(1.0), language="en", candidates=2, steps=3, trace=True)
+    (segment,) = transcript.segments
+    assert len(segment.trace) == 3
+    assert all(all(row) for row in segment.trace[0].masked)
+    assert not all(all(row) for row in segment.trace[2].masked)
+    texts = [whisfusion.tokenizer.get_tokenizer().decode(row) for row in segment.trace[-1].tokens]
+    assert texts == [candidate.text for candidate in segment.candidates]
+    assert len(transcript.to_dict()["segments"][0]["trace"]) == 3
+    assert "trace" not in model.transcribe(hum(1.0), language="en").to_dict()["segments"][0]
+
+
 def test_long_audio_is_cut_decoded_and_joined(clip_model):
     samples = np.concatenate([hum(20.0), np.zeros(16_000, np.float32), hum(19.0, 1), hum(20.0, 2)])
     seen = []

@@ -109,6 +109,26 @@ class Step:
     logprobs_BKL: Tensor
     """Log-probability of each token when it was last written."""
 
+    def of(self, row: int, positions: slice) -> "UtteranceStep":
+        """The part of one utterance, for the given positions of its canvas."""
+        masked, tokens, logprobs = (
+            tuple(map(tuple, values_BKL[row, :, positions].tolist()))
+            for values_BKL in (self.masked_BKL, self.tokens_BKL, self.logprobs_BKL)
+        )
+        return UtteranceStep(masked, tokens, logprobs)
+
+
+@dataclass(frozen=True)
+class UtteranceStep:
+    """What one step did to one utterance: for each candidate, position by position."""
+
+    masked: tuple[tuple[bool, ...], ...]
+    """Whether it was masked at the step's input."""
+    tokens: tuple[tuple[int, ...], ...]
+    """The token after the step."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """The token's log-probability when it was last written."""
+
 
 @dataclass(frozen=True)
 class Decoded:

@@ -14,7 +14,7 @@ from whisfusion.encoder import audio_mask
 from whisfusion.errors import LanguageError, OptionError
 from whisfusion.mel import log_mel
 from whisfusion.memory import AudioMemory
-from whisfusion.pdd import Candidate, PDDOptions, parallel_decode
+from whisfusion.pdd import Candidate, PDDOptions, UtteranceStep, parallel_decode
 from whisfusion.selection import (
     HighestConfidence,
     MinimumBayesRisk,
@@ -90,7 +90,7 @@ class DiffusionSystem:
         spoken = [language for language in languages if language is not None]
         prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken], device=self._device)
         seeds = [window.seed for window in batch]
-        decoded = parallel_decode(predictor, prompts_BP, canvas_B, seeds, options.pdd)
+        decoded = parallel_decode(predictor, prompts_BP, canvas_B, seeds, options.pdd, trace=options.trace)
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
         pools = [
@@ -104,7 +104,11 @@ class DiffusionSystem:
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
         selections = self._selector(options)(pools)
-        heard = [_heard(pool, selection) for pool, selection in zip(pools, selections, strict=True)]
+        traces = [
+            tuple(step.of(row, slice(prompts_BP.shape[1], positions)) for step in decoded.trace)
+            for row, positions in enumerate(canvas_B)
+        ]
+        heard = [_heard(*parts) for parts in zip(pools, selections, traces, strict=True)]
         watch.lap("select")
         return heard
 
@@ -220,7 +224,7 @@ class WhisperSystem:
         return [next(iter(ranked)) for ranked in detect_language(self.whisper.decoder, audio_BTD)]
 
 
-def _heard(pool: Pool, selection: Selection) -> Heard:
+def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...]) -> Heard:
     """The chosen candidate, the others beside it."""
     chosen: Candidate = pool.candidates[selection.index]
     pool_risks = risks(pool.texts, pool.language)
@@ -238,4 +242,5 @@ def _heard(pool: Pool, selection: Selection) -> Heard:
             )
         ),
         agreement=1 - min(1.0, pool_risks[selection.index] / others) if others else None,
+        trace=trace,
     )

@@ -12,7 +12,7 @@ import torch
 
 from whisfusion.audio import SAMPLE_RATE, load_audio
 from whisfusion.errors import OptionError
-from whisfusion.pdd import PDDOptions
+from whisfusion.pdd import PDDOptions, UtteranceStep
 from whisfusion.speech import windows
 from whisfusion.tokenizer import canonical_language
 
@@ -50,6 +50,8 @@ class Segment:
     candidates: tuple[Alternative, ...] = ()
     agreement: float | None = None
     """1 where all candidates say the same, towards 0 where they share nothing."""
+    trace: tuple[UtteranceStep, ...] = ()
+    """Every denoising step, if it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Transcript:
         for segment in value["segments"]:
             if not segment["candidates"]:
                 del segment["candidates"], segment["agreement"]
+            if not segment["trace"]:
+                del segment["trace"]
         return value | {"confidence": self.confidence}
 
 
@@ -109,6 +113,7 @@ class Heard:
     no_speech_prob: float
     candidates: tuple[Alternative, ...] = ()
     agreement: float | None = None
+    trace: tuple[UtteranceStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class DecodingOptions:
 
     pdd: PDDOptions
     selection: SelectionName = "mbr"
+    trace: bool = False
 
 
 class System(Protocol):
@@ -149,6 +155,7 @@ class TranscribeOptions(TypedDict, total=False):
     selection: SelectionName
     reference: str | Sequence[str] | None
     seed: int
+    trace: bool
     batch_size: int
     on_progress: Callable[[float], None] | None
 
@@ -179,6 +186,7 @@ class Transcriber:
         selection: "mbr", "confidence", "rerank" (by Whisper's likelihood) or "oracle".
         reference: the true transcript or transcripts, for the oracle alone.
         seed: with a window's samples it decides all randomness: what else is in the batch does not.
+        trace: keep every denoising step of every candidate in the segments.
         batch_size: windows decoded at once, 16 if not given.
         on_progress: called with the seconds of audio done so far.
 
@@ -201,6 +209,7 @@ class Transcriber:
         selection: SelectionName = "mbr",
         reference: str | Sequence[str] | None = None,
         seed: int = 0,
+        trace: bool = False,
         batch_size: int = 16,
         on_progress: Callable[[float], None] | None = None,
     ) -> list[Transcript]:
@@ -216,7 +225,7 @@ class Transcriber:
             "temperature": temperature,
             "remask": remask,
         }
-        options = DecodingOptions(_override(self.system.default, given), selection)
+        options = DecodingOptions(_override(self.system.default, given), selection, trace)
         language = None if language is None else canonical_language(language)
         self.system.check(options, language)
 
@@ -330,6 +339,7 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
             no_speech_prob=result.no_speech_prob,
             candidates=result.candidates,
             agreement=result.agreement,
+            trace=result.trace,
         )
         for number, ((first, last), result) in enumerate(zip(ranges, heard, strict=True))
     )

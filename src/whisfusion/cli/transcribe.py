@@ -61,6 +61,9 @@ def add(commands: Commands) -> None:
         help="txt (default), or json with segments, candidates and scores; without --output_dir on stdout, "
         "one line per input",
     )
+    output.add_argument(
+        "--trace", action="store_true", help="json: every denoising step too, its tokens, masks and confidences"
+    )
     loudness = output.add_mutually_exclusive_group()
     loudness.add_argument(
         "--verbose", action="store_true", help="tell language, confidence and speed of each file on stderr"
@@ -71,7 +74,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Arguments) -> int:
     """Transcribe all that can be, tell of all that cannot; 1 where there was any of the latter."""
-    decoding = decoding_arguments(arguments) | {"language": arguments.language}
+    decoding = decoding_arguments(arguments) | {"language": arguments.language, "trace": arguments.trace}
+    if arguments.trace and (arguments.output_format == "txt" or arguments.system == "whisper"):
+        raise OptionError("--trace is for diffusion decoding with --output_format json or all")
     if arguments.output_format == "all" and arguments.output_dir is None:
         raise OptionError("--output_format all writes files: say where with --output_dir")
     sources, problems = expand(arguments.files)

@@ -30,6 +30,8 @@ def draw_plots(folder: Path) -> list[Path]:
             axes.plot(steps, values, color=(0.2, 0.4, shade), linewidth=0.8, label=f"t from {column[5:]}")
     axes.plot(steps, [row["loss"] for row in rows], color="black", linewidth=1.8, label="all")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(fontsize="small", ncols=2)
     drawn = [folder / "loss.png"]
     figure.savefig(drawn[0], dpi=120)
