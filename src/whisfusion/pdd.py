@@ -20,6 +20,8 @@ from whisfusion.tokenizer import ENDOFTEXT, MASK
 PAPER_TRAJECTORY = (1.0, 0.9, 0.8, 0.7, 0.6)
 """Input mask ratios of the paper's steps; its default uses the first three."""
 
+_NEGLIGIBLE = -80.0
+"""Log-mass next to the likeliest token's, of which a whole vocabulary is still lost in float32's rounding."""
 _ROWS_AT_ONCE = 512
 """Logits over the vocabulary are the largest thing in decoding: they exist for this many positions at a time."""
 
@@ -236,7 +238,8 @@ def sample(logits_RV: Tensor, uniforms_RC: Tensor, temperature: float) -> tuple[
     if temperature == 0:
         ids_RC = best_R1.expand_as(uniforms_RC)
     else:
-        mass_RV = ((logits_RV - top_R1) / temperature).exp_().cumsum_(1)
+        # Below the clamp, exp gives numbers that add nothing and that a CPU is slow to handle.
+        mass_RV = (logits_RV - top_R1).div_(temperature).clamp_(min=_NEGLIGIBLE).exp_().cumsum_(1)
         ids_RC = torch.searchsorted(mass_RV, uniforms_RC * mass_RV[:, -1:], right=True)
         ids_RC = ids_RC.clamp_(max=logits_RV.shape[1] - 1)
     return ids_RC, logits_RV.gather(1, ids_RC) - logits_RV.logsumexp(1, keepdim=True)
