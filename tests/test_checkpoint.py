@@ -126,6 +126,9 @@ def edit(folder, change, name="config.json"):
         (lambda raw: raw.update(files={"weights.bin": "0"}), "not safetensors in this folder"),
         (lambda raw: raw["decoder"].update(layers=2), r"blocks\.1.* is missing"),
         (lambda raw: raw["decoder"].update(anchors=False), "is unknown"),
+        (lambda raw: raw.update(decoder=None), "where settings should be"),
+        (lambda raw: raw.update(languages="en"), "languages must be codes"),
+        (lambda raw: raw.update(languages=[]), "languages must be codes"),
     ],
 )
 def test_a_config_that_does_not_fit_says_why(folder, change, words):

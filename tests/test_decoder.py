@@ -83,6 +83,18 @@ def test_an_utterance_alone_equals_the_same_one_in_a_longer_batch(changes):
     assert (alone[0, start:] - batched[0, start:16]).abs().max() < FLOAT32_TOLERANCE
 
 
+def test_anchors_keep_to_an_utterances_own_canvas():
+    decoder = small(**WHISPER)
+    torch.nn.init.constant_(decoder.anchors.weigh.bias, 2.0)  # hears more tokens than there is room for
+    audio, tokens = torch.randn(1, 40, 32), torch.randint(0, 50_000, (1, 16))
+    with torch.no_grad():
+        alone = decoder(tokens, decoder.listen(audio, positions=16))
+        both = torch.cat((torch.nn.functional.pad(tokens, (0, 16), value=7), torch.randint(0, 50_000, (1, 32))))
+        memory = decoder.listen(audio.repeat(2, 1, 1), positions=32, canvas_B=torch.tensor([16, 32]))
+        batched = decoder(both, memory, torch.arange(32) < torch.tensor([[16], [32]]))
+    assert (alone[0, 1:] - batched[0, 1:16]).abs().max() < FLOAT32_TOLERANCE
+
+
 def test_every_position_sees_every_other_and_the_audio():
     decoder = small()
     audio, tokens = torch.randn(1, 20, 32), torch.randint(0, 50_000, (1, 16))

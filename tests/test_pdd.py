@@ -18,6 +18,7 @@ class Script:
     def __init__(self, targets: list[list[int]], canvas: int, margin: float = 40.0, vocabulary: int = SAMPLEABLE):
         self.canvas_BL = torch.full((len(targets), canvas), ENDOFTEXT)
         for row, target in enumerate(targets):
+            target = target[: canvas - len(PROMPT)]
             self.canvas_BL[row, len(PROMPT) : len(PROMPT) + len(target)] = torch.tensor(target)
         self.margin, self.vocabulary = margin, vocabulary
         self.seen: list[torch.Tensor] = []
@@ -114,7 +115,35 @@ def test_what_follows_endoftext_is_padding_before_the_next_step():
     assert all(candidate.tokens == (9, 9) for candidate in decoded.candidates[0])
     for step in decoded.trace:
         assert (step.tokens_BKL[..., len(PROMPT) + 2 :] == ENDOFTEXT).all()
-        assert (step.logprobs_BKL[..., len(PROMPT) + 3 :] == 0).all()
+        assert (step.logprobs_BKL[..., len(PROMPT) + 3 :] < -30).all()  # endoftext was not likely there
+
+
+def test_an_end_that_was_never_written_is_no_certainty():
+    class Fickle(Script):
+        """Ends after four tokens in the first step, and in all later ones would rather write on."""
+
+        def states(self, tokens_BKL):
+            self.seen.append(tokens_BKL.clone())
+            return torch.arange(tokens_BKL.shape[2]).float()[:, None].expand(*tokens_BKL.shape, 1)
+
+        def logits(self, states_RD):
+            logits_RV = torch.zeros(len(states_RD), SAMPLEABLE)
+            logits_RV[:, 7] = 12.0
+            if len(self.seen) == 1:
+                logits_RV[states_RD[:, 0] == len(PROMPT) + 4, ENDOFTEXT] = 40.0
+            return logits_RV
+
+    pool = decode(Fickle([[7] * 4], canvas=40), [40], PDDOptions(candidates=8)).candidates[0]
+    # Padding that was kept now ends the text. The model never wrote that end, and was far from it.
+    longer = [candidate for candidate in pool if candidate.complete and len(candidate.tokens) > 4]
+    assert longer
+    assert all(candidate.logprobs[-1] < -10 for candidate in longer)
+
+
+def test_a_full_canvas_is_told():
+    predictor = Script([[5] * 20, [5] * 3], canvas=16)
+    pools = decode(predictor, [16, 16], PDDOptions(candidates=1)).candidates
+    assert [pool[0].complete for pool in pools] == [False, True]
 
 
 def test_sharing_the_first_step_does_not_change_the_distribution():
@@ -186,13 +215,15 @@ def test_confidence_remasking_keeps_the_most_confident():
 def test_sampling_inverts_the_cumulative_distribution():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
     uniforms = torch.tensor([[0.0, 0.099, 0.101, 0.299, 0.301, 0.599, 0.601, 0.999999]])
-    ids, logprobs = sample(logits, uniforms, temperature=1.0)
+    ids, total = sample(logits, uniforms, temperature=1.0)
     assert ids.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]]
-    assert torch.allclose(logprobs, logits.gather(1, ids), atol=1e-6)
-    # At a lower temperature the log-probability reported is still that of temperature 1.
-    ids, logprobs = sample(logits, torch.tensor([[0.5]]), temperature=0.1)
+    assert total.item() == pytest.approx(0.0, abs=1e-6)
+    # At a lower temperature the total, of which log-probabilities are made, is still that of temperature 1.
+    ids, total = sample(logits, torch.tensor([[0.5]]), temperature=0.1)
     assert ids.tolist() == [[3]]
-    assert logprobs.item() == pytest.approx(math.log(0.4), abs=1e-6)
+    assert total.item() == pytest.approx(0.0, abs=1e-6)
+    # A uniform of 0 does not draw what is impossible.
+    assert sample(torch.tensor([[-100.0, 0.0]]), torch.zeros(1, 1), temperature=0.1)[0].item() == 1
 
 
 def test_default_trajectories_are_the_papers():
@@ -211,6 +242,8 @@ def test_default_trajectories_are_the_papers():
         ({"trajectory": (0.9, 0.8, 0.7)}, ["starts at 1"]),
         ({"trajectory": (1.0, 1.8, 0.7)}, ["between 0 and 1"]),
         ({"temperature": -1}, ["temperature"]),
+        ({"temperature": 1e-46}, ["temperature"]),
+        ({"candidates": 2.5, "trajectory": ("1", "0.9")}, ["candidates must be a whole number", "must be numbers"]),
         ({"candidates": 0, "steps": 0, "remask": "best", "temperature": math.nan}, ["(K)", "(N)", "remask", "temper"]),
     ],
 )

@@ -10,6 +10,7 @@ from conftest import hum
 
 import whisfusion
 from whisfusion.errors import AudioError, LanguageError, OptionError
+from whisfusion.tokenizer import ENDOFTEXT
 from whisfusion.transcriber import Transcriber
 
 LENGTHS = [1.0, 2.2, 0.4, 3.7, 1.6, 5.0, 0.9, 2.8]
@@ -119,6 +120,30 @@ def test_the_model_detects_the_language_where_it_can(clip_model, tiny_model):
     assert languages == [clip_model.transcribe(clip).language for clip in clips]
     with pytest.raises(LanguageError, match="--language"):
         whisfusion.load(tiny_model, device="cpu").transcribe(hum(1.0))
+
+
+def test_one_language_for_each(clip_model):
+    clips = [hum(1.0), hum(1.2, 1), hum(1.0)]
+    transcripts = clip_model.transcribe(clips, language=["en", "German", None])
+    assert [t.language for t in transcripts][:2] == ["en", "de"]
+    assert transcripts[1].text == clip_model.transcribe(clips[1], language="de").text
+    with pytest.raises(OptionError, match="one language or as many"):
+        clip_model.transcribe(clips, language=["en"])
+
+
+def test_arrays_of_another_rate(clip_model):
+    fast = np.repeat(hum(1.0), 2)
+    assert clip_model.transcribe(fast, language="en", sample_rate=32_000).duration == 1.0
+    assert clip_model.transcribe(fast, language="en").duration == 2.0
+
+
+def test_a_transcript_that_fills_its_canvas_says_so(clip_model):
+    found = set()
+    for seed in range(6):
+        (segment,) = clip_model.transcribe(hum(0.5, seed), language="en", candidates=1, trace=True).segments
+        assert segment.complete == (ENDOFTEXT in segment.trace[-1].tokens[0])
+        found.add(segment.complete)
+    assert False in found  # an untrained model seldom stops
 
 
 def test_selection_by_name(model):

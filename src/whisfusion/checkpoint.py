@@ -20,7 +20,7 @@ from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
 from whisfusion.pdd import PDDOptions
-from whisfusion.tokenizer import PAPER_LANGUAGES
+from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
 
 FORMAT = 1
 """Raised when an older folder would be read wrongly."""
@@ -55,6 +55,8 @@ class ModelConfig:
             problems.append(
                 f"decoder audio_width {self.decoder.audio_width} is not the encoder's width {self.encoder.width}"
             )
+        if not isinstance(self.languages, tuple) or not self.languages or set(self.languages) - set(LANGUAGES):
+            problems.append(f"languages must be codes that Whisper knows, at least one, not {self.languages!r}")
         if self.window not in ("padded", "clip"):
             problems.append(f"window must be 'padded' or 'clip', not {self.window!r}")
         if self.text_style not in ("normalised", "written"):
@@ -281,6 +283,8 @@ _Options = typing.TypeVar("_Options")
 
 def _parse(kind: type[_Options], raw: Mapping[str, Any], path: Path) -> _Options:
     """A dataclass from JSON: nested dataclasses and tuples restored, unknown names refused."""
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} is not usable: {raw!r} stands where settings should be")
     known = {f.name: f.type for f in dataclasses.fields(typing.cast(Any, kind))}
     unknown = sorted(set(raw) - set(known))
     if unknown:

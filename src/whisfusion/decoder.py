@@ -157,8 +157,12 @@ class DiffusionDecoder(nn.Module):
         *,
         positions: int,
         counts_B: Tensor | None = None,
+        canvas_B: Tensor | None = None,
     ) -> AudioMemory:
-        """Keys and values of every layer, and the anchors of a canvas of `positions`, from the encoder's features."""
+        """Keys and values of every layer, and the anchors of a canvas of `positions`, from the encoder's features.
+
+        `counts_B`: the true token counts, in training. `canvas_B`: each utterance's own positions, where fewer.
+        """
         bytes_BTV = None
         if self.config.adapter:
             audio_BTD, bytes_BTV = self.adapter(audio_BTD, heard_BT)
@@ -166,7 +170,13 @@ class DiffusionDecoder(nn.Module):
         layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
         if not self.config.anchors:
             return AudioMemory(layers, heard_BT, bytes_BTV=bytes_BTV)
-        own_BLD, quantity_B = self.anchors(audio_BTD, heard_BT, positions=positions - PROMPT_LENGTH, counts_B=counts_B)
+        own_BLD, quantity_B = self.anchors(
+            audio_BTD,
+            heard_BT,
+            positions=positions - PROMPT_LENGTH,
+            counts_B=counts_B,
+            room_B=None if canvas_B is None else canvas_B - PROMPT_LENGTH,
+        )
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
         return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B, bytes_BTV)
@@ -223,9 +233,16 @@ def start_from_whisper(decoder: DiffusionDecoder, whisper: dict[str, Tensor]) ->
         decoder.head.weight.copy_(table_VD)
     if decoder.config.block != "whisper":
         return
+    if len(whisper["positions"]) < decoder.config.canvas.size:
+        raise ModelError(f"Whisper has {len(whisper['positions'])} positions, the canvas {decoder.config.canvas.size}")
     decoder.positions.copy_(whisper["positions"][: decoder.config.canvas.size])
     for name, module in (("blocks", decoder.blocks), ("norm", decoder.norm)):
         own = module.state_dict()
+        odd = [key for key, value in own.items() if whisper.get(f"{name}.{key}", value[:0]).shape != value.shape]
+        if odd:
+            raise ModelError(
+                f"Whisper's {name}.{odd[0]} does not fit: layers and hidden must be at most and just its own"
+            )
         given = {key.removeprefix(f"{name}."): value for key, value in whisper.items() if key.startswith(f"{name}.")}
         # A shallower decoder takes Whisper's first blocks.
         module.load_state_dict({key: given[key] for key in own if key in given}, strict=True)

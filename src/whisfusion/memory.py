@@ -73,25 +73,40 @@ class Anchors(nn.Module):
         self.norm = RMSNorm(width, eps=1e-5)
 
     def forward(
-        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+        self,
+        audio_BTD: Tensor,
+        heard_BT: Tensor | None,
+        *,
+        positions: int,
+        counts_B: Tensor | None,
+        room_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Anchors (B, positions, D), 0 where nothing is left to hear, and the quantity (B,) of tokens heard."""
-        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B)
+        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B, room_B=room_B)
         return self.norm(self.project(slices_BLE)), quantity_B
 
     def cut(
-        self, audio_BTD: Tensor, heard_BT: Tensor | None, *, positions: int, counts_B: Tensor | None
+        self,
+        audio_BTD: Tensor,
+        heard_BT: Tensor | None,
+        *,
+        positions: int,
+        counts_B: Tensor | None,
+        room_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Mean audio of each position's slice (B, positions, audio width), and the quantity.
 
-        The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number.
+        The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number that
+        fits: at most `room_B`, which is `positions` unless an utterance's own canvas is shorter.
         """
         h_BTE = F.gelu(self.context(audio_BTD.transpose(1, 2))).transpose(1, 2)
         a_BT = torch.sigmoid(self.weigh(h_BTE).squeeze(-1).float())
         if heard_BT is not None:
             a_BT = a_BT * heard_BT
         quantity_B = a_BT.sum(1)
-        counts_B = quantity_B.round().clamp(min=1) if counts_B is None else counts_B
+        if counts_B is None:
+            counts_B = quantity_B.round().clamp(1, positions)
+            counts_B = counts_B if room_B is None else torch.minimum(counts_B, room_B)
         end_BT = (a_BT * (counts_B / quantity_B)[:, None]).cumsum(1)
         start_BT = F.pad(end_BT[:, :-1], (1, 0))
         i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]

@@ -22,6 +22,9 @@ PAPER_TRAJECTORY = (1.0, 0.9, 0.8, 0.7, 0.6)
 
 _NEGLIGIBLE = -80.0
 """Log-mass next to the likeliest token's, of which a whole vocabulary is still lost in float32's rounding."""
+_LEAST_UNIFORM = 2.0**-25
+_LEAST_TEMPERATURE = 1e-3
+"""Below this float32 overflows; 0 is greedy."""
 _ROWS_AT_ONCE = 512
 """Logits over the vocabulary are the largest thing in decoding: they exist for this many positions at a time."""
 
@@ -44,13 +47,23 @@ class PDDOptions:
     """Run the first step, whose input is the same for all candidates, once instead of K times."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [
+            f"{name} must be a whole number, not {getattr(self, name)!r}"
+            for name in ("candidates", "steps")
+            if not isinstance(getattr(self, name), int)
+        ]
+        numbers = (self.temperature, *(self.trajectory or ()))
+        if not all(isinstance(number, int | float) for number in numbers):
+            problems.append("temperature and trajectory must be numbers")
+        OptionError.collect(problems)
         if self.candidates < 1:
             problems.append(f"candidates (K) must be at least 1, not {self.candidates}")
         if self.steps < 1:
             problems.append(f"steps (N) must be at least 1, not {self.steps}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            problems.append(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not (self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf):
+            problems.append(
+                f"temperature must be 0 (greedy) or more, at least {_LEAST_TEMPERATURE}, not {self.temperature}"
+            )
         if self.remask not in ("random", "confidence"):
             problems.append(f"remask must be 'random' or 'confidence', not {self.remask!r}")
         if self.trajectory is None:
@@ -93,6 +106,11 @@ class Candidate:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probability at temperature 1 of each token when it was last written; the last is endoftext's, if written."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ends with endoftext; if not, the canvas was full and there may have been more to write."""
+        return len(self.logprobs) > len(self.tokens)
 
     @property
     def confidence(self) -> float:
@@ -176,17 +194,18 @@ def parallel_decode(
     tokens_BKL = tokens_BKL.masked_fill(writable_B1L, MASK)
     if not options.share_first_step:
         tokens_BKL = tokens_BKL.repeat(1, options.candidates, 1)
-    logprobs_BKL = torch.zeros(utterances, options.candidates, longest, device=device)
+    logprobs_BKL, ends_BKL = torch.zeros(2, utterances, options.candidates, longest, device=device)
 
     steps: list[Step] = []
     for step in range(options.steps):
         masked_BKL = tokens_BKL == MASK
         write_BKL, keep_BKL = uniforms_BKN2L[:, :, step].unbind(2)
-        tokens_BKL, logprobs_BKL = _write(
-            predictor, tokens_BKL, masked_BKL, logprobs_BKL, write_BKL, options.temperature
+        tokens_BKL, logprobs_BKL, ends_BKL = _write(
+            predictor, tokens_BKL, masked_BKL, logprobs_BKL, ends_BKL, write_BKL, options.temperature
         )
         tokens_BKL, ended_BKL = _end(tokens_BKL, writable_B1L)
-        logprobs_BKL = logprobs_BKL.masked_fill(ended_BKL, 0.0)
+        # Padding may become the end of a transcript whose end is written again: it is as sure as endoftext was there.
+        logprobs_BKL = torch.where(ended_BKL, ends_BKL, logprobs_BKL)
         if trace:
             steps.append(Step(masked_BKL.expand_as(tokens_BKL), tokens_BKL, logprobs_BKL))
         if step + 1 < options.steps:
@@ -205,44 +224,51 @@ def _write(
     tokens_BKL: Tensor,
     masked_BKL: Tensor,
     logprobs_BKL: Tensor,
+    ends_BKL: Tensor,
     uniforms_BKL: Tensor,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Write every masked position; a canvas that stands for several candidates is written once for each."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write every masked position; a canvas that stands for several candidates is written once for each.
+
+    Returns tokens, their log-probabilities, and what endoftext's would have been.
+    """
     states_BKLD = predictor.states(tokens_BKL)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
     states_RD = states_BKLD[masked_BKL]
     # (R, draws): each masked position with the uniforms of all the candidates that it stands for.
     uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1)[masked_BKL]
-    written, logprobs = [], []
+    written, logprobs, ends = [], [], []
     for states, uniforms in zip(states_RD.split(_ROWS_AT_ONCE), uniforms_RC.split(_ROWS_AT_ONCE), strict=True):
-        ids_RC, ids_logprobs_RC = sample(predictor.logits(states), uniforms, temperature)
+        logits_RV = predictor.logits(states).float()
+        ids_RC, total_R1 = sample(logits_RV, uniforms, temperature)
         written.append(ids_RC)
-        logprobs.append(ids_logprobs_RC)
+        logprobs.append(logits_RV.gather(1, ids_RC) - total_R1)
+        ends.append((logits_RV[:, ENDOFTEXT, None] - total_R1).expand_as(ids_RC))
     tokens_BKL = tokens_BKL.repeat_interleave(draws, 1)
     where = masked_BKL.nonzero(as_tuple=True)
     for draw in range(draws):
         at = (where[0], where[1] * draws + draw, where[2])
-        tokens_BKL[at] = torch.cat([ids[:, draw] for ids in written])
+        tokens_BKL[at] = torch.cat([ids_RC[:, draw] for ids_RC in written])
         logprobs_BKL = logprobs_BKL.index_put(at, torch.cat([values[:, draw] for values in logprobs]))
-    return tokens_BKL, logprobs_BKL
+        ends_BKL = ends_BKL.index_put(at, torch.cat([values[:, draw] for values in ends]))
+    return tokens_BKL, logprobs_BKL, ends_BKL
 
 
 def sample(logits_RV: Tensor, uniforms_RC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Draw C ids per row by inverting the cumulative distribution at `temperature`; 0 takes the most likely.
 
-    Returns ids (R, C) and their log-probabilities (R, C) at temperature 1, in float32.
+    `logits_RV` are float32. Returns ids (R, C) and each row's log-sum-exp (R, 1), to make log-probabilities of logits.
     """
-    logits_RV = logits_RV.float()
     top_R1, best_R1 = logits_RV.max(1, keepdim=True)
     if temperature == 0:
         ids_RC = best_R1.expand_as(uniforms_RC)
     else:
         # Below the clamp, exp gives numbers that add nothing and that a CPU is slow to handle.
         mass_RV = (logits_RV - top_R1).div_(temperature).clamp_(min=_NEGLIGIBLE).exp_().cumsum_(1)
-        ids_RC = torch.searchsorted(mass_RV, uniforms_RC * mass_RV[:, -1:], right=True)
+        # A uniform of exactly 0 would draw the first id, however unlikely.
+        ids_RC = torch.searchsorted(mass_RV, uniforms_RC.clamp(min=_LEAST_UNIFORM) * mass_RV[:, -1:], right=True)
         ids_RC = ids_RC.clamp_(max=logits_RV.shape[1] - 1)
-    return ids_RC, logits_RV.gather(1, ids_RC) - logits_RV.logsumexp(1, keepdim=True)
+    return ids_RC, logits_RV.logsumexp(1, keepdim=True)
 
 
 def _end(tokens_BKL: Tensor, writable_B1L: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,13 +104,12 @@ class DiffusionSystem:
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
         selections = self._selector(options)(pools)
+        watch.lap("select")
         traces = [
             tuple(step.of(row, slice(prompts_BP.shape[1], positions)) for step in decoded.trace)
             for row, positions in enumerate(canvas_B)
         ]
-        heard = [_heard(*parts) for parts in zip(pools, selections, traces, strict=True)]
-        watch.lap("select")
-        return heard
+        return [_heard(*parts) for parts in zip(pools, selections, traces, strict=True)]
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -133,7 +132,12 @@ class DiffusionSystem:
         canvas = self.model.config.decoder.canvas
         canvas_B = [canvas.positions(window.seconds) for window in batch]
         with torch.no_grad():
-            memory = self.model.decoder.listen(audio_BTD, heard_BT, positions=max(canvas_B))
+            memory = self.model.decoder.listen(
+                audio_BTD,
+                heard_BT,
+                positions=max(canvas_B),
+                canvas_B=torch.tensor(canvas_B, device=self._device),
+            )
         canvas_BL = None
         if min(canvas_B) < max(canvas_B):
             position_L = torch.arange(max(canvas_B), device=self._device)
@@ -242,5 +246,6 @@ def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...]) -
             )
         ),
         agreement=1 - min(1.0, pool_risks[selection.index] / others) if others else None,
+        complete=chosen.complete,
         trace=trace,
     )

@@ -1,6 +1,7 @@
 """Transcriber: the object that users hold. Any audio in, transcripts out, whichever system writes them."""
 
 import hashlib
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ class Segment:
     candidates: tuple[Alternative, ...] = ()
     agreement: float | None = None
     """1 where all candidates say the same, towards 0 where they share nothing."""
+    complete: bool = True
+    """False where the canvas was full before the transcript ended: there may be more to hear."""
     trace: tuple[UtteranceStep, ...] = ()
     """Every denoising step, if it was asked for."""
 
@@ -113,6 +116,7 @@ class Heard:
     no_speech_prob: float
     candidates: tuple[Alternative, ...] = ()
     agreement: float | None = None
+    complete: bool = True
     trace: tuple[UtteranceStep, ...] = ()
 
 
@@ -146,7 +150,8 @@ class System(Protocol):
 class TranscribeOptions(TypedDict, total=False):
     """The keyword arguments of `Transcriber.transcribe`, which explains them."""
 
-    language: str | None
+    language: str | Sequence[str | None] | None
+    sample_rate: int | None
     candidates: int | None
     steps: int | None
     trajectory: Sequence[float] | None
@@ -181,7 +186,8 @@ class Transcriber:
         An audio is a path, "-" for stdin, the bytes of a file, a binary file object, or samples (an array or tensor at
         16 kHz). Whatever is longer than 30 s is cut at quiet points, decoded in parts and joined.
 
-        language: a code or an English name; None lets the model detect it, where it can.
+        language: a code or an English name, one for all or one for each; None lets the model detect it, where it can.
+        sample_rate: of arrays and tensors, 16 kHz if not given; files carry their own.
         candidates, steps, trajectory, temperature, remask: K, N and the rest of `PDDOptions`; the model's own if None.
         selection: "mbr", "confidence", "rerank" (by Whisper's likelihood) or "oracle".
         reference: the true transcript or transcripts, for the oracle alone.
@@ -200,7 +206,8 @@ class Transcriber:
         self,
         sources: list[Audio],
         *,
-        language: str | None = None,
+        language: str | Sequence[str | None] | None = None,
+        sample_rate: int | None = None,
         candidates: int | None = None,
         steps: int | None = None,
         trajectory: Sequence[float] | None = None,
@@ -218,6 +225,14 @@ class Transcriber:
             raise OptionError(f"{len(sources)} audios need as many references, not {len(references)}")
         if batch_size < 1:
             raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+        if (selection == "oracle") != any(text is not None for text in references) and sources:
+            raise OptionError(
+                "oracle selection needs the reference transcript of every audio, and nothing else takes one"
+            )
+        given_languages = [language] * len(sources) if language is None or isinstance(language, str) else list(language)
+        if len(given_languages) != len(sources):
+            raise OptionError(f"{len(sources)} audios need one language or as many, not {len(given_languages)}")
+        languages = [None if code is None else canonical_language(code) for code in given_languages]
         given = {
             "candidates": candidates,
             "steps": steps,
@@ -226,22 +241,22 @@ class Transcriber:
             "remask": remask,
         }
         options = DecodingOptions(_override(self.system.default, given), selection, trace)
-        language = None if language is None else canonical_language(language)
-        self.system.check(options, language)
+        asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
+        for code in dict.fromkeys(asked):
+            self.system.check(options, code)
 
         files: list[list[tuple[int, int]]] = []
         batch: list[Window] = []
-        for source, text in zip(sources, references, strict=True):
-            samples = load_audio(source)
+        for source, text, spoken in zip(sources, references, languages, strict=True):
+            is_samples = isinstance(source, np.ndarray | torch.Tensor)
+            samples = load_audio(source, sample_rate if is_samples else None)
             files.append(windows(samples))
             if text is not None and len(files[-1]) > 1:
                 raise OptionError("oracle selection needs audio of at most 30 s: a reference covers one window")
             batch += [
-                Window(samples[first:last], _seed(samples[first:last], seed), language, text)
-                for first, last in files[-1]
+                Window(samples[first:last], _seed(samples[first:last], seed), spoken, text) for first, last in files[-1]
             ]
-        if language is None:
-            batch = self._one_language_per_file(batch, files, batch_size)
+        batch = self._one_language_per_file(batch, files, batch_size)
         heard, timings = self._recognise(batch, options, batch_size, on_progress)
         transcripts, place = [], 0
         for ranges in files:
@@ -252,13 +267,15 @@ class Transcriber:
     def _one_language_per_file(
         self, batch: list[Window], files: list[list[tuple[int, int]]], batch_size: int
     ) -> list[Window]:
-        """Give all windows of a long file the language of its first, as Whisper does.
+        """Give all windows of a long file without a language that of its first, as Whisper does.
 
         A file of one window needs no look ahead: its language is detected as it is recognised.
         """
         starts = np.cumsum([0, *map(len, files)])
         long = [
-            slice(start, start + len(ranges)) for start, ranges in zip(starts, files, strict=False) if len(ranges) > 1
+            slice(start, start + len(ranges))
+            for start, ranges in zip(starts, files, strict=False)
+            if len(ranges) > 1 and batch[start].language is None
         ]
         for group in (long[i : i + batch_size] for i in range(0, len(long), batch_size)):
             languages = self.system.detect([batch[part.start] for part in group])
@@ -323,7 +340,8 @@ def _override(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
 
 def _seed(samples: np.ndarray, seed: int) -> int:
     """A window's own seed, from its samples and the user's."""
-    digest = hashlib.blake2b(samples.tobytes(), digest_size=8, salt=(seed % 2**64).to_bytes(8, "little"))
+    salt = (operator.index(seed) % 2**64).to_bytes(8, "little")
+    digest = hashlib.blake2b(samples.tobytes(), digest_size=8, salt=salt)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
@@ -339,6 +357,7 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
             no_speech_prob=result.no_speech_prob,
             candidates=result.candidates,
             agreement=result.agreement,
+            complete=result.complete,
             trace=result.trace,
         )
         for number, ((first, last), result) in enumerate(zip(ranges, heard, strict=True))

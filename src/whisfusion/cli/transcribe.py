@@ -195,6 +195,11 @@ class _Printer:
         from whisfusion.formats import write
 
         source = self._sources[index]
+        for segment in transcript.segments:
+            if not segment.complete:
+                _complain(
+                    f"{source}: the text of {segment.start:.1f} to {segment.end:.1f} s is cut off: no room for more"
+                )
         if self._folder:
             write(transcript, self._folder, self._names[index], self._formats)
         if self._verbose:
