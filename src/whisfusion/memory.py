@@ -69,7 +69,7 @@ class Anchors(nn.Module):
         self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
         self.weigh = nn.Linear(hidden, 1)
         self.project = nn.Linear(audio_width, width, bias=False)
-        # Audio features are fifty times as large as token embeddings: unbounded, slices would drown the tokens.
+        # Audio features are far larger than token embeddings: unbounded, slices would drown the tokens.
         self.norm = RMSNorm(width, eps=1e-5)
 
     def forward(
