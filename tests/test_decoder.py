@@ -24,7 +24,14 @@ def small(**changes):
 
 
 WHISPER = {"block": "whisper", "tied": True, "anchors": True, "canvas": Canvas("follow", 224)}
-KINDS = [{}, {"anchors": True}, {"tied": True}, WHISPER, WHISPER | {"adapter": 2}]
+KINDS = [
+    {},
+    {"anchors": True},
+    {"tied": True},
+    WHISPER,
+    WHISPER | {"adapter": 2},
+    WHISPER | {"adapter": 1, "stride": 2},
+]
 
 
 def test_the_default_is_the_papers_decoder():
@@ -163,6 +170,21 @@ def test_an_adapter_starts_by_changing_nothing():
         assert (adapted(tokens, memory) - same).abs().max() < FLOAT32_TOLERANCE
     assert memory.bytes_BTV is not None
     assert memory.bytes_BTV.shape == (2, 30, 257)
+
+
+def test_a_stride_hears_the_mean_of_the_frames_that_are_there():
+    adapted = small(**(WHISPER | {"adapter": 1, "stride": 2}))
+    audio, heard = torch.randn(2, 31, 32), torch.arange(31) < torch.tensor([31, 9])[:, None]
+    memory = adapted.listen(audio * heard[..., None], heard, positions=16)
+    assert memory.heard_BT is not None
+    assert memory.bytes_BTV is not None
+    assert memory.heard_BT.sum(1).tolist() == [16, 5]
+    assert memory.bytes_BTV.shape == (2, 32, 257)
+    features, _, _ = adapted.adapter(audio * heard[..., None], heard)
+    assert (features[0, 0] - audio[0, :2].mean(0)).abs().max() < FLOAT32_TOLERANCE
+    assert (features[0, 15] - audio[0, 30]).abs().max() < FLOAT32_TOLERANCE
+    assert (features[1, 4] - audio[1, 8]).abs().max() < FLOAT32_TOLERANCE
+    assert not features[1, 5:].any()
 
 
 def test_what_an_adapter_learns_reaches_every_position():

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from whisfusion.data.batch import Failure
-from whisfusion.train.dev import DevResult
+from whisfusion.train.dev import DevClip, DevResult
 from whisfusion.train.display import Lines, LiveBar, Silent, describe, duration, make_display
 from whisfusion.train.flops import decoder_flops, encoder_flops, matrix_peak, measured_peak
 from whisfusion.train.log import LOG_COLUMNS, RunLog, read_csv
@@ -30,11 +30,17 @@ READINGS = Readings(
 )
 SPEED = Speed(ms_per_step=50, utterances_per_second=320, memory_gb=1.5, peak_share=0.42)
 
+DEV_CLIPS = (
+    DevClip("a", "en", "books", "what was said", "what was heard", edits=1, length=3),
+    DevClip("b", "en", "news", "yes", "yes", edits=0, length=1),
+    DevClip("c", "zh", "news", "好", "", edits=1, length=1),
+)
+
 
 def write(log: RunLog, *steps: int) -> None:
     for step in steps:
         log.step(step, 0, 3e-4, READINGS, SPEED, Progress(utterances=64 * step, seconds=3600))
-        log.dev(step, DevResult(edits=1, length=4, transcripts=(("a", "what was said", "what was heard"),)))
+        log.dev(step, DevResult(DEV_CLIPS))
 
 
 def test_a_line_holds_what_its_header_says(tmp_path):
@@ -48,7 +54,10 @@ def test_a_line_holds_what_its_header_says(tmp_path):
     assert math.isnan(row["loss_0.0"])
     assert row["loss_0.9"] == 0.5
     [dev] = read_csv(tmp_path / "dev.csv")
-    assert dev == {"step": 10, "wer": 0.25, "clips": 1, "words": 4}
+    # Languages count alike, whatever their numbers of clips: (1 / 4 + 1) / 2.
+    assert dev == {"step": 10, "wer": 0.625, "clips": 3, "words": 5}
+    lines = (tmp_path / "dev_sets.csv").read_text().split()
+    assert lines == ["step,set,wer", "10,en/books,0.333333", "10,en/news,0", "10,zh/news,1"]
     assert "heard: what was heard" in (tmp_path / "samples" / "step-00000010.txt").read_text()
 
 
@@ -107,10 +116,14 @@ def test_other_ranks_are_silent():
     assert type(make_display(10, main=False)) is Silent
 
 
-@pytest.mark.parametrize(("block", "adapter"), [("paper", "0"), ("whisper", "0"), ("paper", "2")])
-def test_flops_are_those_that_torch_counts(block, adapter):
+@pytest.mark.parametrize(
+    ("block", "adapter", "stride"),
+    [("paper", "0", "1"), ("whisper", "0", "1"), ("paper", "2", "1"), ("paper", "2", "2")],
+)
+def test_flops_are_those_that_torch_counts(block, adapter, stride):
     """Against torch's own counter, which sees every matrix product of a real step."""
-    recipe = small_recipe(decoder__block=block, decoder__tied="false", decoder__layers="2", decoder__adapter=adapter)
+    shape = {"decoder.block": block, "decoder.adapter": adapter, "decoder.stride": stride}
+    recipe = small_recipe(**shape, decoder__tied="false", decoder__layers="2")
     trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
     predicted = []
     trainer.objective.register_forward_pre_hook(lambda _, args: predicted.append(len(args[2].where_R)))

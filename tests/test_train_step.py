@@ -130,8 +130,10 @@ def test_every_loss_term_reaches_its_parameters():
     assert readings.quantity > 0
 
 
-def test_an_adapter_learns_to_spell():
-    trainer = trainer_of(small_recipe(**{"decoder.adapter": "1", "learning_rate": "3e-3", "warmup_steps": "0"}))
+@pytest.mark.parametrize("stride", ["1", "2"])
+def test_an_adapter_learns_to_spell(stride):
+    recipe = {"decoder.adapter": "1", "decoder.stride": stride, "learning_rate": "3e-3", "warmup_steps": "0"}
+    trainer = trainer_of(small_recipe(**recipe))
     batch = batch_of([0, 1])
     found = gradients(trainer, batch)
     assert found["adapter.ctc.weight"].abs().sum() > 0

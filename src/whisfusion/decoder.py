@@ -52,6 +52,8 @@ class DecoderConfig:
     """Whether each position is told which slice of the audio is its own. Ours; off in the paper."""
     adapter: int = 0
     """Layers between encoder and decoder that learn, with a CTC loss of their own. Ours; none in the paper."""
+    stride: int = 1
+    """Frames of the encoder that the adapter makes one position of."""
     canvas: Canvas = field(default_factory=Canvas)
     norm_eps: float = 1e-5
     rope_base: float = 1e4
@@ -66,6 +68,8 @@ class DecoderConfig:
         ]
         if self.adapter < 0:
             problems.append(f"decoder adapter must be a number of layers, not {self.adapter}")
+        if self.stride < 1 or (self.stride > 1 and not self.adapter):
+            problems.append(f"decoder stride must be 1, or more with an adapter, not {self.stride}")
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(f"decoder width {self.width} must divide into {self.heads} heads of even width")
         if self.block not in ("paper", "whisper"):
@@ -113,7 +117,7 @@ class DiffusionDecoder(nn.Module):
             )
             self.norm = nn.LayerNorm(width)
         if config.adapter:
-            self.adapter = Adapter(config.audio_width, config.adapter, dropout=config.dropout)
+            self.adapter = Adapter(config.audio_width, config.adapter, stride=config.stride, dropout=config.dropout)
         if config.anchors:
             self.anchors = Anchors(config.audio_width, width)
         if not config.tied:
@@ -141,7 +145,7 @@ class DiffusionDecoder(nn.Module):
                         output.weight.zero_()
             if self.config.anchors:
                 # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
-                self.anchors.weigh.bias.fill_(-2.6)
+                self.anchors.weigh.bias.fill_(-2.6 + math.log(self.config.stride))
                 # As large as a token embedding, the paper's and Whisper's alike.
                 self.anchors.norm.weight.fill_(0.02)
 
@@ -165,7 +169,7 @@ class DiffusionDecoder(nn.Module):
         """
         bytes_BTV = None
         if self.config.adapter:
-            audio_BTD, bytes_BTV = self.adapter(audio_BTD, heard_BT)
+            audio_BTD, heard_BT, bytes_BTV = self.adapter(audio_BTD, heard_BT)
         memory_BTD = self.project(audio_BTD)
         layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
         if not self.config.anchors:

@@ -1,6 +1,7 @@
 """What a decoder keeps of an utterance's audio, and the small learned parts that prepare it. Both parts are ours.
 
-Letters: B utterances, T audio positions, L canvas positions, D width, E audio width, V classes of CTC.
+Letters: B utterances, T audio positions, S frames of a stride, L canvas positions, D width, E audio width,
+V classes of CTC.
 """
 
 from dataclasses import dataclass
@@ -19,42 +20,59 @@ class AudioMemory:
 
     layers: list[KeysValues]
     heard_BT: Tensor | None
-    """True where there is audio; None where every position counts."""
+    """True where there is audio; None where every position counts. An adapter's positions may be fewer."""
     anchors_BLD: Tensor | None = None
     """Added to the input of each canvas position."""
     quantity_B: Tensor | None = None
     """How many tokens (endoftext included) the anchors hear."""
     bytes_BTV: Tensor | None = None
-    """The adapter's CTC logits: for every audio position the blank and the 256 bytes of UTF-8."""
+    """The adapter's CTC logits, one or more for every audio position: the blank and the 256 bytes of UTF-8."""
 
 
 class Adapter(nn.Module):
     """Turns features made for a decoder that walks through them into features that can be read anywhere at once.
 
     A convolution and bidirectional blocks, added to what the encoder says; they start by adding nothing. CTC on the
-    bytes of the transcript teaches them where in the audio each letter is.
+    bytes of the transcript teaches them where in the audio each letter is. With a stride, blocks and decoder hear the
+    mean of as many frames at a time, and CTC still spells at every frame.
     """
 
-    def __init__(self, width: int, layers: int, *, dropout: float, kernel: int = 15) -> None:
+    def __init__(self, width: int, layers: int, *, stride: int, dropout: float) -> None:
         super().__init__()
-        self.near = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.stride = stride
+        self.near = nn.Conv1d(width, width, 2 * stride + 1, stride=stride, padding=stride)
         self.mix = nn.Linear(width, width)
         self.blocks = Stack(
             whisper_block(width, max(1, width // 64), hidden=4 * width, cross=False, dropout=dropout)
             for _ in range(layers)
         )
-        self.ctc = nn.Linear(width, CLASSES)
+        self.ctc = nn.Linear(width, stride * CLASSES)
 
-    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features of the same shape, zero where nothing was heard, and CTC logits (B, T, CLASSES)."""
+    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Features of every `stride` frames, zero where nothing was heard; where that is; CTC logits of every frame."""
         near_BTD = self.near(audio_BTD.transpose(1, 2)).transpose(1, 2).contiguous()
-        x_BTD = audio_BTD + self.mix(F.gelu(near_BTD))
+        x_BTD, heard_BT = self._pool(audio_BTD, heard_BT)
+        x_BTD = x_BTD + self.mix(F.gelu(near_BTD))
         mask = None if heard_BT is None else heard_BT[:, None, None, :]
         for block in self.blocks:
             x_BTD = block(x_BTD, self_mask=mask)
         if heard_BT is not None:
             x_BTD = x_BTD * heard_BT[..., None]
-        return x_BTD, self.ctc(x_BTD)
+        return x_BTD, heard_BT, self.ctc(x_BTD).unflatten(-1, (self.stride, CLASSES)).flatten(1, 2)
+
+    def _pool(self, x_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Means over `stride` frames, of those that were heard."""
+        if self.stride == 1:
+            return x_BTD, heard_BT
+        spare = -x_BTD.shape[1] % self.stride
+        if heard_BT is None and not spare:
+            return x_BTD.unflatten(1, (-1, self.stride)).mean(2), None
+        if heard_BT is None:
+            heard_BT = x_BTD.new_ones(x_BTD.shape[:2], dtype=torch.bool)
+        share_BTS = F.pad(heard_BT, (0, spare)).unflatten(1, (-1, self.stride)).to(x_BTD.dtype)
+        share_BTS = share_BTS / share_BTS.sum(-1, keepdim=True).clamp(min=1)
+        pieces_BTSD = F.pad(x_BTD, (0, 0, 0, spare)).unflatten(1, (-1, self.stride))
+        return (pieces_BTSD * share_BTS[..., None]).sum(2), share_BTS.any(-1)
 
 
 class Anchors(nn.Module):

@@ -1,8 +1,10 @@
 """How well the averaged weights read the dev set: decoded as users will, scored as everything is."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,22 +23,53 @@ from whisfusion.train.parallel import Ranks
 from whisfusion.transcriber import Transcriber
 
 _BATCH = 32
+_Thing = TypeVar("_Thing")
+
+
+@dataclass(frozen=True)
+class DevClip:
+    """One clip of the dev set, as it was read."""
+
+    id: str
+    language: str
+    dataset: str
+    said: str
+    heard: str
+    edits: int
+    length: int
+    """Words of what was said, or characters for languages that are scored by them."""
 
 
 @dataclass(frozen=True)
 class DevResult:
     """Errors on the dev set; WER, or CER for languages that are scored by character."""
 
-    edits: int
-    length: int
-    """Words (or characters) of the references."""
-    transcripts: tuple[tuple[str, str, str], ...]
-    """(id, reference, hypothesis) of every clip."""
+    clips: tuple[DevClip, ...]
 
     @property
     def rate(self) -> float:
-        """All edits over all words."""
-        return self.edits / max(1, self.length)
+        """All edits over all words of a language, as a mean over the languages."""
+        return statistics.fmean(_rates(self.clips, lambda clip: clip.language).values())
+
+    @property
+    def by_dataset(self) -> dict[str, float]:
+        """The same for each dataset of each language, such as "en/librispeech"."""
+        return _rates(self.clips, lambda clip: f"{clip.language}/{clip.dataset}")
+
+
+def _rates(clips: Sequence[DevClip], kind: Callable[[DevClip], str]) -> dict[str, float]:
+    edits, lengths = Counter[str](), Counter[str]()
+    for clip in clips:
+        edits[kind(clip)] += clip.edits
+        lengths[kind(clip)] += clip.length
+    return {name: edits[name] / max(1, length) for name, length in sorted(lengths.items())}
+
+
+def spread(things: Sequence[_Thing], count: int) -> list[_Thing]:
+    """At most `count` of them, evenly spread over the list."""
+    if len(things) <= count:
+        return list(things)
+    return [things[len(things) * place // count] for place in range(count)]
 
 
 class DevSet:
@@ -66,22 +99,26 @@ class DevSet:
         # Windows of the dev set have shapes of their own: compiling the encoder for each would take minutes.
         with torch.compiler.set_stance("force_eager"):
             rows = self._read(Transcriber(DiffusionSystem(model)))
-        every = [row for part in self._ranks.gather(rows) for row in part]
-        return DevResult(
-            edits=sum(row[0] for row in every),
-            length=sum(row[1] for row in every),
-            transcripts=tuple(row[2] for row in every),
-        )
+        return DevResult(tuple(clip for part in self._ranks.gather(rows) for clip in part))
 
-    def _read(self, transcriber: Transcriber) -> list[tuple[int, int, tuple[str, str, str]]]:
+    def _read(self, transcriber: Transcriber) -> list[DevClip]:
         by_language: dict[str, list[tuple[Utterance, np.ndarray]]] = defaultdict(list)
         for clip in self._clips:
             by_language[clip[0].language].append(clip)
-        rows = []
-        for language, clips in by_language.items():
-            heard = transcriber.transcribe([samples for _, samples in clips], language=language, batch_size=_BATCH)
-            for (utterance, _), transcript in zip(clips, heard, strict=True):
+        clips = []
+        for language, pairs in by_language.items():
+            heard = transcriber.transcribe([samples for _, samples in pairs], language=language, batch_size=_BATCH)
+            for (utterance, _), transcript in zip(pairs, heard, strict=True):
                 reference, hypothesis = units(utterance.text, language), units(transcript.text, language)
-                line = (utterance.id, utterance.text, transcript.text)
-                rows.append((edit_distance(hypothesis, reference), len(reference), line))
-        return rows
+                clips.append(
+                    DevClip(
+                        id=utterance.id,
+                        language=language,
+                        dataset=utterance.dataset,
+                        said=utterance.text,
+                        heard=transcript.text,
+                        edits=edit_distance(hypothesis, reference),
+                        length=len(reference),
+                    )
+                )
+        return clips

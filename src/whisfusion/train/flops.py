@@ -30,7 +30,7 @@ def decoder_flops(
     config: DecoderConfig, utterances: int, positions: int, audio_positions: int, predicted: int
 ) -> float:
     """Forward and backward pass; `predicted` are the positions, of all utterances, whose loss is computed."""
-    width, audio = config.width, audio_positions
+    width, audio = config.width, -(-audio_positions // config.stride)
     matrices = 2 if config.block == "whisper" else 3
     block = positions * (6 * width * width + matrices * width * config.hidden)
     attention = 2 * positions * (positions + audio) * width
@@ -42,7 +42,8 @@ def decoder_flops(
     adapter = 0
     if config.adapter:
         heard = config.audio_width
-        adapter = audio * heard * (heard + CLASSES) + config.adapter * audio * heard * (12 * heard + 2 * audio)
+        adapter = audio * heard * ((2 * config.stride + 2) * heard + config.stride * CLASSES)
+        adapter += config.adapter * audio * heard * (12 * heard + 2 * audio)
     forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
     return 2.0 * (1 + _BACKWARD) * forward

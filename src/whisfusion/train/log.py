@@ -1,4 +1,4 @@
-"""What a run writes down: log.csv, dev.csv, dev transcripts, skipped clips, TensorBoard events."""
+"""What a run writes down: log.csv, dev.csv, dev_sets.csv, dev transcripts, skipped clips, TensorBoard events."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whisfusion.data.batch import Failure
-from whisfusion.train.dev import DevResult
+from whisfusion.train.dev import DevResult, spread
 from whisfusion.train.masking import BINS
 from whisfusion.train.meter import Speed
 from whisfusion.train.state import Progress
@@ -34,6 +34,8 @@ LOG_COLUMNS = (
     *BIN_COLUMNS,
 )
 DEV_COLUMNS = ("step", "wer", "clips", "words")
+"""wer is the mean over languages, where there are several; dev_sets.csv has each dataset's own."""
+DEV_SET_COLUMNS = ("step", "set", "wer")
 _SHOWN = 20
 """Dev transcripts that an evaluation writes out."""
 
@@ -51,6 +53,7 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         _start_csv(folder / "log.csv", LOG_COLUMNS, resume_at)
         _start_csv(folder / "dev.csv", DEV_COLUMNS, resume_at)
+        _start_csv(folder / "dev_sets.csv", DEV_SET_COLUMNS, resume_at)
         self._events = _tensorboard(folder / "tensorboard", resume_at)
 
     @property
@@ -81,15 +84,18 @@ class RunLog:
         self._scalars("train", step, values)
 
     def dev(self, step: int, result: DevResult) -> None:
-        """Write a line of dev.csv and some of the transcripts."""
-        values = {"step": step, "wer": result.rate, "clips": len(result.transcripts), "words": result.length}
+        """Write a line of dev.csv, one for each dataset, and some of the transcripts."""
+        words = sum(clip.length for clip in result.clips)
+        values = {"step": step, "wer": result.rate, "clips": len(result.clips), "words": words}
         self._write("dev.csv", DEV_COLUMNS, values)
-        self._scalars("dev", step, values)
+        for name, rate in result.by_dataset.items():
+            self._write("dev_sets.csv", DEV_SET_COLUMNS, {"step": step, "set": name, "wer": rate})
+        self._scalars("dev", step, values | result.by_dataset)
         if self._main:
             samples = self.folder / "samples"
             samples.mkdir(exist_ok=True)
-            lines = [f"{name}\n  said:  {said}\n  heard: {heard}\n" for name, said, heard in result.transcripts]
-            lines = lines[:_SHOWN]
+            shown = spread(result.clips, _SHOWN)
+            lines = [f"{clip.id}\n  said:  {clip.said}\n  heard: {clip.heard}\n" for clip in shown]
             (samples / f"step-{step:08}.txt").write_text("\n".join(lines), encoding="utf-8")
 
     def skipped(self, step: int, failures: Iterable[Failure]) -> None:
@@ -139,7 +145,9 @@ def _start_csv(path: Path, columns: tuple[str, ...], resume_at: int) -> None:
     temporary.replace(path)
 
 
-def _cell(value: float | None) -> str:
+def _cell(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return str(value) if isinstance(value, int) else f"{value:.6g}"

@@ -125,7 +125,8 @@ class Run:
             return
         result = self.dev.evaluate(self.config, trainer.encoder, trainer.ema, trainer.recipe.dev)
         self.log.dev(trainer.step_number, result)
-        self.display.say(f"step {trainer.step_number}: dev WER {100 * result.rate:.2f} %")
+        sets = ", ".join(f"{name} {100 * rate:.2f}" for name, rate in result.by_dataset.items())
+        self.display.say(f"step {trainer.step_number}: dev WER {100 * result.rate:.2f} % ({sets})")
         if progress.best_wer is None or result.rate < progress.best_wer:
             progress.best_wer, progress.best_step = result.rate, trainer.step_number
             self.export(self.folder / "best")

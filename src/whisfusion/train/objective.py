@@ -73,7 +73,7 @@ class Objective(nn.Module):
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
         ctc = losses_R.new_zeros(())
         if memory.bytes_BTV is not None:
-            ctc = _spelling_loss(memory.bytes_BTV, heard_BT, masked)
+            ctc = _spelling_loss(memory.bytes_BTV, memory.heard_BT, masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
@@ -87,10 +87,10 @@ class Objective(nn.Module):
 
 def _spelling_loss(bytes_BTV: Tensor, heard_BT: Tensor | None, masked: Masked) -> Tensor:
     """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss."""
-    positions_B = (
-        heard_BT.sum(1) if heard_BT is not None else torch.full_like(masked.letter_counts_B, bytes_BTV.shape[1])
-    )
-    losses_B = ctc_loss(bytes_BTV, masked.letters_BS, positions_B, masked.letter_counts_B)
+    frames_B = torch.full_like(masked.letter_counts_B, bytes_BTV.shape[1])
+    if heard_BT is not None:
+        frames_B = heard_BT.sum(1) * (bytes_BTV.shape[1] // heard_BT.shape[1])
+    losses_B = ctc_loss(bytes_BTV, masked.letters_BS, frames_B, masked.letter_counts_B)
     return (losses_B / masked.letter_counts_B.clamp(min=1) * masked.valid_B).sum()
 
 

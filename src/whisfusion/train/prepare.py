@@ -20,6 +20,7 @@ from whisfusion.errors import OptionError, WhisfusionError
 from whisfusion.loading import resolve_device
 from whisfusion.tokenizer import LANGUAGES
 from whisfusion.train.config import Recipe
+from whisfusion.train.dev import spread
 from whisfusion.train.model import adopt
 from whisfusion.train.overrides import apply, from_json
 from whisfusion.train.recipes import RECIPES
@@ -138,13 +139,6 @@ def prepare(args: TrainArgs) -> Job:
         dev=dev,
         steps=steps,
     )
-
-
-def spread(utterances: Sequence[Utterance], count: int) -> list[Utterance]:
-    """At most `count` of them, evenly spread over the list."""
-    if len(utterances) <= count:
-        return list(utterances)
-    return [utterances[len(utterances) * place // count] for place in range(count)]
 
 
 def _resumed(args: TrainArgs, folder: Path) -> TrainArgs:

@@ -129,6 +129,39 @@ def trial_paper() -> Recipe:
     )
 
 
+def base_stage1() -> Recipe:
+    """The bundled model's first stage: the trial's decoder above an adapter, eleven languages, written text."""
+    return replace(
+        trial(),
+        decoder=replace(trial().decoder, adapter=4, stride=2),
+        text_style="written",
+        filters=FilterOptions(),
+        # English first: the others have far less speech, most of it synthetic.
+        sampler=replace(trial().sampler, language_alpha=0.8, dataset_alpha=0.7),
+        masks=((0.0, 0.0, 1.0),),
+        language_share=0.1,
+        steps=10_000,
+        learning_rate=4e-4,
+        warmup_steps=500,
+        floor=0.1,
+        eval_every=2000,
+        save_every=2000,
+        dev_clips=800,
+    )
+
+
+def base_stage2() -> Recipe:
+    """Its second stage, from the first one's averaged weights: t ~ U(0.7, 1)."""
+    return replace(
+        base_stage1(), masks=((0.0, *HIGH_MASKS),), steps=5000, learning_rate=1e-4, warmup_steps=250, floor=0.03
+    )
+
+
+def base_stage2_uniform() -> Recipe:
+    """Its control: the second stage with the mask ratios of the first."""
+    return replace(base_stage2(), masks=base_stage1().masks)
+
+
 def finetune() -> Recipe:
     """A model to an hour of one's own speech, with --init_from; the model brings its own architecture."""
     return Recipe(
@@ -150,6 +183,17 @@ def finetune() -> Recipe:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe.__name__: recipe
-    for recipe in (paper_stage1, paper_stage2, paper_stage2_uniform, trial, trial_paper, finetune, tiny)
+    for recipe in (
+        paper_stage1,
+        paper_stage2,
+        paper_stage2_uniform,
+        base_stage1,
+        base_stage2,
+        base_stage2_uniform,
+        trial,
+        trial_paper,
+        finetune,
+        tiny,
+    )
 }
 """What `--recipe NAME` knows."""

@@ -61,7 +61,8 @@ class Trainer:
         self.encoder = encoder.to(ranks.device, self.dtype)
         self.decoder = decoder.to(ranks.device).train()
         prepare_blocks(self.encoder.blocks, compiled=recipe.compile)
-        prepare_blocks(decoder.blocks, compiled=recipe.compile, checkpointed=recipe.checkpoint_activations)
+        for blocks in [decoder.blocks, *([decoder.adapter.blocks] if decoder.config.adapter else [])]:
+            prepare_blocks(blocks, compiled=recipe.compile, checkpointed=recipe.checkpoint_activations)
         self.objective = Objective(
             decoder,
             label_smoothing=recipe.label_smoothing,
