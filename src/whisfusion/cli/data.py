@@ -1,9 +1,9 @@
-"""whisfusion data check, import, holdout and restore: getting speech ready to train on."""
+"""whisfusion data check, import, holdout, restore, synthesise and nothing: getting speech ready to train on."""
 
 import sys
 from pathlib import Path
 
-from whisfusion.cli.parser import Arguments, Commands
+from whisfusion.cli.parser import Arguments, Commands, Parser
 from whisfusion.cli.progress import on_terminal
 
 
@@ -11,7 +11,7 @@ def add(commands: Commands) -> None:
     """Describe the commands."""
     parser = commands.add_group(
         "data",
-        "check, import and hold out speech to train on",
+        "check, import, hold out and make speech to train on",
         usage="whisfusion data COMMAND ...",
     )
     commands = parser.add_commands()
@@ -20,6 +20,8 @@ def add(commands: Commands) -> None:
     _add_import(commands)
     _add_holdout(commands)
     _add_restore(commands)
+    _add_synthesise(commands)
+    _add_nothing(commands)
 
 
 def _add_check(commands: Commands) -> None:
@@ -162,6 +164,104 @@ def run_restore(arguments: Arguments) -> int:
     write_manifest(arguments.out, kept)
     print(f"{len(kept):,} utterances in {arguments.out}, {dropped:,} left out")
     return 0
+
+
+def _add_synthesise(commands: Commands) -> None:
+    parser = commands.add(
+        "synthesise",
+        "have sentences spoken by a program",
+        run_synthesise,
+        description="Have sentences spoken by SVOX Pico (pico2wave), Open JTalk (open_jtalk) or eSpeak NG\n"
+        "(espeak-ng), with many voices, and write tar shards and a manifest into a folder.",
+    )
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="sentences, one a line: text files, .xz too")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the shards and the manifest")
+    parser.add_argument("--language", required=True, metavar="L", help="that the sentences are in")
+    parser.add_argument(
+        "--engine",
+        choices=("pico", "espeak", "jtalk"),
+        required=True,
+        help="pico: en de es fr it; jtalk: ja; espeak: all but ja, and robotic",
+    )
+    parser.add_argument("--hours", type=float, metavar="H", help="speech to make")
+    parser.add_argument("--sentences", type=int, metavar="N", help="clips to make, instead of --hours")
+    parser.add_argument(
+        "--held_out_voices",
+        type=int,
+        default=0,
+        metavar="V",
+        help="voices kept for a dev set, which is made in FOLDER/heldout (default none)",
+    )
+    parser.add_argument("--held_out_sentences", type=int, default=200, metavar="N", help="of that set (default 200)")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="MANIFEST", help="evaluation sets: their sentences are left out"
+    )
+    _add_making(parser)
+
+
+def run_synthesise(arguments: Arguments) -> int:
+    """Synthesise, and tell what was left out."""
+    from whisfusion.data.manifest import read_manifest
+    from whisfusion.data.sentences import read_sentences
+    from whisfusion.data.synthesise import SynthesisOptions, synthesise
+    from whisfusion.tokenizer import canonical_language
+
+    options = SynthesisOptions(
+        language=canonical_language(arguments.language),
+        engine=arguments.engine,
+        hours=arguments.hours,
+        sentences=arguments.sentences,
+        held_out_voices=arguments.held_out_voices,
+        held_out_sentences=arguments.held_out_sentences,
+        coding=arguments.coding,
+        seed=arguments.seed,
+        workers=arguments.workers,
+    )
+    evaluation = read_manifest(*arguments.against) if arguments.against else []
+    without = [utterance.text for utterance in evaluation if utterance.language == options.language]
+    sentences = read_sentences(arguments.texts)
+    print(synthesise(sentences, arguments.out, options, without=without, progress=_count).render())
+    return 0
+
+
+def _add_nothing(commands: Commands) -> None:
+    parser = commands.add(
+        "nothing",
+        "make clips of silence, noise and music, in which nothing is said",
+        run_nothing,
+        description="Make clips of silence, noise and music with an empty text, from which a model learns to write\n"
+        "nothing where nothing is said.",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the shards and the manifest")
+    parser.add_argument("--hours", type=float, metavar="H", default=1.0, help="of it (default 1)")
+    parser.add_argument("--language", metavar="L", help="of all clips; default: spread over the eleven of the paper")
+    _add_making(parser)
+
+
+def run_nothing(arguments: Arguments) -> int:
+    """Make them."""
+    from whisfusion.data.nothing import NothingOptions, make_nothing
+    from whisfusion.tokenizer import PAPER_LANGUAGES, canonical_language
+
+    languages = (canonical_language(arguments.language),) if arguments.language else PAPER_LANGUAGES
+    options = NothingOptions(
+        hours=arguments.hours,
+        languages=languages,
+        coding=arguments.coding,
+        seed=arguments.seed,
+        workers=arguments.workers,
+    )
+    print(make_nothing(arguments.out, options, progress=_count).render())
+    return 0
+
+
+def _add_making(parser: Parser) -> None:
+    """What all that makes clips has in common."""
+    parser.add_argument(
+        "--coding", choices=("flac", "wav", "opus"), default="flac", help="of the audio: flac (default), wav or opus"
+    )
+    parser.add_argument("--seed", type=int, default=42, metavar="S", help="default 42")
+    parser.add_argument("--workers", type=int, default=0, metavar="W", help="processes; 0 is one for each core")
 
 
 def _count(done: int, total: int) -> None:

@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[bool, str]] = {
     "too-long": (True, "clips too long to train on"),
     "too-short": (False, "clips too short to train on"),
     "no-text": (True, "texts of which the normaliser leaves nothing"),
+    "nothing-said": (False, "clips with an empty text, learned as such"),
     "no-language-token": (True, "languages that the tokenizer has no token for"),
     "duplicate-id": (True, "ids used more than once"),
     "duplicate-audio": (True, "clips listed more than once"),
@@ -221,7 +222,9 @@ def _look_at_text(
             languages.add(utterance.language)
             found["no-language-token"].append(f"{utterance.language!r}, first in {name}")
         sentence = _sentence(utterance)
-        if not sentence[1]:
+        if not utterance.text:
+            found["nothing-said"].append(name)
+        elif not sentence[1]:
             found["no-text"].append(f"{name}: {utterance.text!r}")
         elif sentence in sentences:
             found["shared-sentence"].append(f"{name} and {sentences[sentence]}: {sentence[1]!r}")

@@ -120,7 +120,8 @@ def filter_utterances(
             dropped[f"longer than {options.max_seconds:g} s"] += 1
         elif utterance.language not in LANGUAGES:
             dropped["language without a token"] += 1
-        elif not (count := text_tokens(utterance, options.text_style)):
+        elif not (count := text_tokens(utterance, options.text_style)) and utterance.text:
+            # Something was written of which nothing is left; an empty text is meant: nobody speaks.
             dropped["no text"] += 1
         elif PROMPT_LENGTH + count + 1 > positions(seconds):
             dropped["text longer than its canvas"] += 1

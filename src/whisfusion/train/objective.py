@@ -86,12 +86,16 @@ class Objective(nn.Module):
 
 
 def _spelling_loss(bytes_BTV: Tensor, heard_BT: Tensor | None, masked: Masked) -> Tensor:
-    """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss."""
+    """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss.
+
+    Where nothing is said every audio position has to say so, and the mean is over them.
+    """
     frames_B = torch.full_like(masked.letter_counts_B, bytes_BTV.shape[1])
     if heard_BT is not None:
         frames_B = heard_BT.sum(1) * (bytes_BTV.shape[1] // heard_BT.shape[1])
     losses_B = ctc_loss(bytes_BTV, masked.letters_BS, frames_B, masked.letter_counts_B)
-    return (losses_B / masked.letter_counts_B.clamp(min=1) * masked.valid_B).sum()
+    terms_B = torch.where(masked.letter_counts_B > 0, masked.letter_counts_B, frames_B.clamp(min=1))
+    return (losses_B / terms_B * masked.valid_B).sum()
 
 
 def head_losses(states_RD: Tensor, head_VD: Tensor, targets_R: Tensor, label_smoothing: float) -> Tensor:
