@@ -10,6 +10,7 @@ from whisfusion.data.manifest import read_manifest, write_manifest
 from whisfusion.errors import OptionError
 from whisfusion.train import TrainArgs, main
 from whisfusion.train.log import read_csv
+from whisfusion.train.prepare import prepare
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path):
@@ -99,3 +100,12 @@ def test_the_run_folder_has_a_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(replace(small_args(Path("x")), out=None))
     assert (tmp_path / "runs" / "last" / "model" / "config.json").exists()
+
+
+def test_dev_clips_that_the_model_cannot_read_are_left_out(tmp_path):
+    clips = read_manifest(CLIPS)[:4]
+    foreign = [replace(clip, language="zh") if number < 2 else clip for number, clip in enumerate(clips)]
+    write_manifest(tmp_path / "dev.jsonl", foreign)
+    job = prepare(replace(small_args(tmp_path / "run"), dev=(str(tmp_path / "dev.jsonl"),)))
+    assert [clip.id for clip in job.dev] == [clip.id for clip in clips[2:]]
+    assert job.notes == ("dev clips in zh are left out: nothing is trained on these languages",)

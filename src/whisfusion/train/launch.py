@@ -43,6 +43,8 @@ def train(job: Job, ranks: Ranks) -> bool:
     config = model_config(recipe, start, job.languages, facts)
     checkpoints = Checkpoints(job.folder / "checkpoints", ranks)
     with make_display(job.steps, main=ranks.main) as display:
+        for note in job.notes:
+            display.say(note)
         if recipe.feeder == "bank":
             display.say(f"making spectrograms of {len(job.filtered.kept):,} clips")
         feeder = make_feeder(job, start.encoder.config.mels, ranks)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from whisfusion import hub
+from whisfusion.checkpoint import read_config
 from whisfusion.data.epoch import SamplerOptions
 from whisfusion.data.filters import Filtered, FilterOptions, filter_utterances
 from whisfusion.data.manifest import missing_audio, parse_manifest
@@ -88,6 +90,8 @@ class Job:
     dev: list[Utterance]
     steps: int
     """Optimizer steps of the whole run."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it starts."""
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -121,7 +125,7 @@ def prepare(args: TrainArgs) -> Job:
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if device.type == "cuda" and local > torch.cuda.device_count():
         problems.append(f"{local} processes on a machine with {torch.cuda.device_count()} GPUs: start fewer")
-    filtered, dev = _read_data(args, recipe, problems)
+    filtered, dev, notes = _read_data(args, recipe, problems)
     # A recipe with mistakes is not the one whose steps would be counted.
     steps = 0 if recipe_problems or not filtered.kept else _steps(recipe, filtered, world, problems)
     _report(problems)
@@ -138,6 +142,7 @@ def prepare(args: TrainArgs) -> Job:
         filtered=filtered,
         dev=dev,
         steps=steps,
+        notes=tuple(notes),
     )
 
 
@@ -176,7 +181,8 @@ def _recipe(args: TrainArgs, folder: Path, problems: list[str]) -> Recipe:
     return changed
 
 
-def _read_data(args: TrainArgs, recipe: Recipe, problems: list[str]) -> tuple[Filtered, list[Utterance]]:
+def _read_data(args: TrainArgs, recipe: Recipe, problems: list[str]) -> tuple[Filtered, list[Utterance], list[str]]:
+    """What to train on, what to evaluate on, and what the user should know of it."""
     if not args.data:
         problems.append("there is nothing to train on: give manifests or folders with --data")
     utterances, bad = parse_manifest(*args.data)
@@ -186,13 +192,14 @@ def _read_data(args: TrainArgs, recipe: Recipe, problems: list[str]) -> tuple[Fi
     problems += _unknown_languages([*utterances, *dev], filters)
     positions = recipe.decoder.canvas.positions
     filtered = _attempt(lambda: filter_utterances(utterances, filters, positions=positions), None, problems)
-    dev = spread([u for u in dev if u.duration <= filters.max_seconds and u.language in LANGUAGES], recipe.dev_clips)
     if filtered is None:
-        return Filtered([], np.zeros(0, dtype=np.int64)), dev
+        return Filtered([], np.zeros(0, dtype=np.int64)), [], []
+    dev, notes = _readable(args, filtered, dev)
+    dev = spread([u for u in dev if u.duration <= filters.max_seconds], recipe.dev_clips)
     problems += missing_audio([*filtered.kept, *dev])
     if utterances and not filtered.kept:
         problems.append(f"none of the utterances can be used:\n{filtered.render()}")
-    return filtered, dev
+    return filtered, dev, notes
 
 
 def _unknown_languages(utterances: Sequence[Utterance], filters: FilterOptions) -> list[str]:
@@ -202,6 +209,17 @@ def _unknown_languages(utterances: Sequence[Utterance], filters: FilterOptions) 
         f'with --filters.exclude "{language}/*"'
         for language, count in Counter(unknown).items()
     ]
+
+
+def _readable(args: TrainArgs, filtered: Filtered, dev: Sequence[Utterance]) -> tuple[list[Utterance], list[str]]:
+    """The dev clips in languages that the model learns or starts with, and a sentence on the others."""
+    known = {utterance.language for utterance in filtered.kept}
+    if args.init_from is not None:
+        model = args.init_from
+        known |= set(_attempt(lambda: read_config(hub.resolve(model))[0].languages, LANGUAGES, []))
+    foreign = sorted({utterance.language for utterance in dev} - known)
+    note = f"dev clips in {', '.join(foreign)} are left out: nothing is trained on these languages"
+    return [utterance for utterance in dev if utterance.language in known], [note] if foreign else []
 
 
 def _steps(recipe: Recipe, filtered: Filtered, world: int, problems: list[str]) -> int:
