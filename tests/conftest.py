@@ -51,6 +51,9 @@ def tiny_clip_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         block="whisper",
         tied=True,
         anchors=True,
+        anchor_parts=2,
+        adapter=1,
+        stride=2,
         canvas=Canvas("follow", 64),
     )
     config = checkpoint.ModelConfig(

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -429,6 +430,22 @@ def test_info(call, tiny_model: Path, tiny_whisper: Path, tmp_path: Path):
     assert json.loads((tiny_model / "config.json").read_text())["files"]["model.safetensors"] in ours
     assert "system              whisper\n" in call("info", tiny_whisper).out
     assert call("info", tmp_path / "nowhere").status == 1
+
+
+def test_export_hands_on_a_model_that_needs_nothing_else(call, tiny_model: Path, tmp_path: Path):
+    out = tmp_path / "handed_on"
+    answer = call(
+        *("export", tiny_model, "--out", out, "--int8", "--encoder", "--file_mib", "0.05", "--experimental", "ja,de"),
+        *("--trajectory", "1,0.5", "--temperature", "0"),
+    )
+    assert answer.status == 0, answer.err
+    assert len(list(out.glob("encoder*.safetensors"))) > 1
+    assert sum(file.stat().st_size for file in out.iterdir()) < sum(f.stat().st_size for f in tiny_model.iterdir())
+    assert json.loads((out / "generation_config.json").read_text())["steps"] == 2
+    told = call("info", out).out
+    assert re.search(r"experimental languages +ja, de\n", told)
+    assert not re.search(r"^languages.*ja", told, re.MULTILINE)
+    assert call("export", tiny_model, "--out", out, "--experimental", "xx").status == 2
 
 
 def test_data_commands(call, make_manifest, tmp_path: Path):

@@ -30,7 +30,8 @@ KINDS = [
     {"tied": True},
     WHISPER,
     WHISPER | {"adapter": 2},
-    WHISPER | {"adapter": 1, "stride": 2},
+    WHISPER | {"adapter": 1, "stride": 2, "anchor_parts": 3},
+    WHISPER | {"adapter": 1, "stride": 2, "every_frame": True},
 ]
 
 
@@ -136,6 +137,24 @@ def test_anchors_cut_the_audio_where_the_running_sum_passes_whole_numbers():
     assert quantity.item() == pytest.approx(12 * torch.sigmoid(anchors.weigh.bias).item(), rel=1e-5)
 
 
+def test_anchors_hear_a_slice_in_parts_one_after_another():
+    torch.manual_seed(0)
+    whole, parts = Anchors(4, 4), Anchors(4, 4, parts=3)
+    parts.load_state_dict(
+        {name: value for name, value in whole.state_dict().items() if "project" not in name}, strict=False
+    )
+    torch.nn.init.zeros_(whole.weigh.weight)
+    torch.nn.init.zeros_(parts.weigh.weight)
+    audio = torch.randn(1, 12, 4)
+    slices, quantity = parts.cut(audio, None, positions=3, counts_B=torch.tensor([2]))
+    means, same = whole.cut(audio, None, positions=3, counts_B=torch.tensor([2]))
+    assert slices.shape == (1, 3, 12)
+    assert quantity == same
+    # Two slices of six frames, each in three parts of two.
+    assert (slices[0, :2].reshape(6, 4) - audio.reshape(6, 2, 4).mean(1)).abs().max() < FLOAT32_TOLERANCE
+    assert (slices.reshape(1, 3, 3, 4).mean(2) - means).abs().max() < FLOAT32_TOLERANCE
+
+
 def test_anchors_estimate_a_whole_number_of_tokens():
     decoder = small(**WHISPER)
     memory = decoder.listen(torch.randn(2, 100, 32), positions=64)
@@ -158,10 +177,11 @@ def test_anchors_start_as_large_as_token_embeddings_whatever_the_audio(loudness)
     assert size.tolist() == pytest.approx([decoder.embed.weight.norm(dim=-1).mean().item()] * 2, rel=0.1)
 
 
-def test_an_adapter_starts_by_changing_nothing():
+@pytest.mark.parametrize("more", [{}, {"stride": 2, "every_frame": True}])
+def test_an_adapter_starts_by_changing_nothing(more):
     audio, tokens = torch.randn(2, 30, 32), torch.randint(0, 50_000, (2, 16))
     with torch.no_grad():
-        plain, adapted = small(**WHISPER), small(**(WHISPER | {"adapter": 2}))
+        plain, adapted = small(**WHISPER), small(**(WHISPER | {"adapter": 2} | more))
         missing, unknown = adapted.load_state_dict(plain.state_dict(), strict=False)
         assert all(name.startswith("adapter.") for name in missing)
         assert not unknown
@@ -185,6 +205,21 @@ def test_a_stride_hears_the_mean_of_the_frames_that_are_there():
     assert (features[0, 15] - audio[0, 30]).abs().max() < FLOAT32_TOLERANCE
     assert (features[1, 4] - audio[1, 8]).abs().max() < FLOAT32_TOLERANCE
     assert not features[1, 5:].any()
+
+
+def test_positions_far_enough_ahead_are_not_seen():
+    decoder = small(**WHISPER).requires_grad_(False)
+    memory = decoder.listen(torch.randn(1, 30, 32), positions=16)
+    tokens = torch.randint(0, 50_000, (1, 16))
+    other = tokens.clone()
+    other[:, 12:] = 7
+    canvas = torch.ones(1, 16, dtype=torch.bool)
+    blind, seeing = torch.tensor(-100.0), torch.tensor(0.0)
+    for mask in (None, canvas):
+        states = [decoder(canvas_tokens, memory, mask, blind)[:, :13] for canvas_tokens in (tokens, other)]
+        assert (states[0] - states[1])[:, 1:].abs().max() < FLOAT32_TOLERANCE
+        assert (decoder(other, memory, mask, blind) - decoder(other, memory, mask))[:, 1:12].abs().max() > 1e-3
+        assert (decoder(other, memory, mask, seeing) - decoder(other, memory, mask)).abs().max() < FLOAT32_TOLERANCE
 
 
 def test_what_an_adapter_learns_reaches_every_position():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from whisfusion import pdd
 from whisfusion.errors import OptionError
 from whisfusion.pdd import PAPER_TRAJECTORY, PDDOptions, draw_uniforms, parallel_decode, sample
 from whisfusion.tokenizer import ENDOFTEXT, MASK, SAMPLEABLE
@@ -138,6 +139,29 @@ def test_an_end_that_was_never_written_is_no_certainty():
     longer = [candidate for candidate in pool if candidate.complete and len(candidate.tokens) > 4]
     assert longer
     assert all(candidate.logprobs[-1] < -10 for candidate in longer)
+
+
+def test_nothing_is_asked_about_what_follows_a_kept_end(monkeypatch):
+    class Counted(Script):
+        """Ends at chance, and counts the positions that it is asked about."""
+
+        asked = 0
+
+        def logits(self, states_RD):
+            self.asked += len(states_RD)
+            logits_RV = torch.full((len(states_RD), SAMPLEABLE), -1e9)
+            logits_RV[:, [10, 11, ENDOFTEXT]] = torch.tensor([0.5, 0.4, 0.1]).log()
+            return logits_RV
+
+    options = PDDOptions(candidates=5, temperature=1.0)
+    sparing = Counted([[0]] * 3, canvas=64)
+    decoded = decode(sparing, [64, 64, 32], options)
+    ended, calls = pdd._ended, iter(range(2 * options.steps))
+    # The first of the two calls in a step says what need not be asked.
+    monkeypatch.setattr(pdd, "_ended", lambda *a: ended(*a) if next(calls) % 2 else torch.zeros_like(ended(*a)))
+    thorough = Counted([[0]] * 3, canvas=64)
+    assert decode(thorough, [64, 64, 32], options).candidates == decoded.candidates
+    assert sparing.asked < 0.6 * thorough.asked
 
 
 def test_a_full_canvas_is_told():

@@ -7,6 +7,7 @@ from small_run import small_recipe
 
 from whisfusion.data.batch import Batch, make_targets
 from whisfusion.encoder import audio_mask
+from whisfusion.train import schedule
 from whisfusion.train.config import Recipe
 from whisfusion.train.model import starting_point
 from whisfusion.train.parallel import Ranks
@@ -158,13 +159,30 @@ def test_gradients_are_clipped_to_their_length():
     assert tight.read().gradient_norm == pytest.approx(length(long), rel=1e-4)
 
 
-def test_decay_is_for_matrices_alone():
-    trainer = trainer_of(small_recipe(weight_decay="0.1"))
-    decayed, spared = make_optimizer(trainer.decoder, trainer.recipe).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    assert {p.dim() for p in spared["params"]} == {1}
-    assert any(p is trainer.decoder.embed.weight for p in decayed["params"])
-    assert len(decayed["params"]) + len(spared["params"]) == len(list(trainer.decoder.parameters()))
+def test_attention_to_what_comes_later_fades_in():
+    recipe = small_recipe(ahead="-6", ahead_share="0.5")
+    assert [schedule.ahead(recipe, step, 100) for step in (0, 25, 50, 99)] == [-6, -3, 0, 0]
+    assert schedule.ahead(small_recipe(), 0, 100) == 0
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    losses = []
+    for trainer in (trainer_of(recipe), trainer_of(small_recipe())):
+        trainer.step((batch,))
+        losses.append(trainer.read().loss)
+    assert losses[0] != losses[1]
+
+
+def test_decay_is_for_matrices_alone_and_fresh_parts_learn_faster():
+    trainer = trainer_of(small_recipe(weight_decay="0.1", fresh_rate="3"))
+    groups = make_optimizer(trainer.decoder, trainer.recipe).param_groups
+    names = {parameter: name for name, parameter in trainer.decoder.named_parameters()}
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    for group in groups:
+        for parameter in group["params"]:
+            assert group["weight_decay"] == (0.1 if parameter.dim() > 1 else 0.0)
+            assert group["rate"] == (3 if names[parameter].startswith("anchors.") else 1)
+    trainer.step((batch_of([0, 1]),))
+    rates = {group["rate"]: group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates[3] == pytest.approx(3 * rates[1])
 
 
 def test_the_average_follows_the_weights():

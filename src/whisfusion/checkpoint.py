@@ -20,13 +20,15 @@ from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
 from whisfusion.pdd import PDDOptions
+from whisfusion.quantise import dequantise, is_quantised, quantise
 from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
+from whisfusion.vocabulary import Vocabulary
 
 FORMAT = 1
 """Raised when an older folder would be read wrongly."""
 
 _FILE_BYTES = 4 << 30
-_INT8, _SCALE = ":int8", ":scale"
+_VOCABULARY = "vocabulary.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class ModelConfig:
     text_style: Literal["normalised", "written"] = "normalised"
     """Lower case without punctuation (the paper), or sentences."""
     languages: tuple[str, ...] = PAPER_LANGUAGES
+    experimental: tuple[str, ...] = ()
+    """Those of them that are too often misheard, or were never measured."""
     detects_language: bool = False
     """Whether it was trained with masked language tokens."""
     training: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +61,8 @@ class ModelConfig:
             )
         if not isinstance(self.languages, tuple) or not self.languages or set(self.languages) - set(LANGUAGES):
             problems.append(f"languages must be codes that Whisper knows, at least one, not {self.languages!r}")
+        if odd := sorted(set(self.experimental) - set(self.languages)):
+            problems.append(f"experimental languages must be among the model's own, unlike {', '.join(odd)}")
         if self.window not in ("padded", "clip"):
             problems.append(f"window must be 'padded' or 'clip', not {self.window!r}")
         if self.text_style not in ("normalised", "written"):
@@ -72,6 +78,10 @@ class Model:
     decoder: DiffusionDecoder
     encoder: WhisperEncoder
     generation: PDDOptions
+    vocabulary: Vocabulary | None = None
+    """The tokens that may be written in each language; None where that is every token."""
+    stored_int8: bool = False
+    """Whether its matrices were kept as int8; they are floats here."""
 
 
 def save(
@@ -94,8 +104,9 @@ def save(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("model*.safetensors"), *folder.glob("encoder*.safetensors")]:
-        stale.unlink()
+    for stem in ("model*", "encoder*", "vocabulary"):
+        for stale in folder.glob(f"{stem}.safetensors"):
+            stale.unlink()
     files: dict[str, str] = {}
     for stem, state in (("model", decoder), ("encoder", encoder or {})):
         stored = {
@@ -113,6 +124,22 @@ def save(
     return folder
 
 
+def add_vocabulary(folder: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
+    """Limit a model folder to the tokens of `vocabulary`, in place of what it was limited to.
+
+    Raises ModelError where it is no model folder, OptionError where the model does not know one of the languages.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    config, files = read_config(folder)
+    foreign = sorted(set(vocabulary) - set(config.languages))
+    OptionError.collect([f"the model does not know {code!r}, only {', '.join(config.languages)}" for code in foreign])
+    save_file(vocabulary.pack(), folder / _VOCABULARY)
+    files |= {_VOCABULARY: sha256_of(folder / _VOCABULARY)}
+    _write_json(folder / "config.json", {"format": FORMAT, **dataclasses.asdict(config), "files": files})
+
+
 def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype) -> Model:
     """Read a model folder; ModelError says what is missing, altered or unknown in it."""
     folder = Path(folder)
@@ -128,13 +155,16 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
     with torch.device("meta"):
         decoder = DiffusionDecoder(config.decoder)
         encoder = WhisperEncoder(config.encoder)
-    _fill(decoder, _tensors(folder, "model", files), folder, device, dtype)
+    stored = _tensors(folder, "model", files)
+    _fill(decoder, dequantise(stored), folder, device, dtype)
     has_encoder = any(name.startswith("encoder") for name in files)
-    encoder_state = _tensors(folder, "encoder", files) if has_encoder else _published_encoder(config)
+    encoder_state = dequantise(_tensors(folder, "encoder", files)) if has_encoder else _published_encoder(config)
     _fill(encoder, encoder_state, folder, device, dtype)
     decoder.requires_grad_(False).eval()
     generation = _parse(PDDOptions, _read_json(folder / "generation_config.json"), folder / "generation_config.json")
-    return Model(config, decoder, encoder, generation)
+    packed = _tensors(folder, "vocabulary", files)
+    vocabulary = Vocabulary.unpack(packed) if packed else None
+    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored))
 
 
 def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, str]]:
@@ -214,36 +244,6 @@ def _tensors(folder: Path, stem: str, files: Mapping[str, str]) -> dict[str, Ten
     for name in sorted(files):
         if name.startswith(stem):
             state |= load_file(folder / name)
-    return dequantise(state)
-
-
-def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`."""
-    stored: dict[str, Tensor] = {}
-    for name, value in state.items():
-        value = value.detach().cpu()
-        if value.dim() < 2:
-            stored[name] = value.to(dtype)
-            continue
-        rows = value.float().flatten(1)
-        scale = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        stored[name + _INT8] = (rows / scale[:, None]).round().to(torch.int8).view_as(value).contiguous()
-        stored[name + _SCALE] = scale
-    return stored
-
-
-def dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state that `quantise` was given, as near as int8 comes to it; other tensors as they are."""
-    state: dict[str, Tensor] = {}
-    for name, value in stored.items():
-        if name.endswith(_INT8):
-            whole = name.removesuffix(_INT8)
-            scale = stored.get(whole + _SCALE)
-            if scale is None:
-                raise ModelError(f"the weights of {whole} have no scale: pull the model again")
-            state[whole] = (value.float().flatten(1) * scale[:, None]).view_as(value)
-        elif not name.endswith(_SCALE):
-            state[name] = value
     return state
 
 

@@ -4,7 +4,7 @@ Letters: B utterances, K candidates, G = B * K sequences, L canvas positions, T 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -50,10 +50,14 @@ class DecoderConfig:
     """Whether the output head is the token embedding."""
     anchors: bool = False
     """Whether each position is told which slice of the audio is its own. Ours; off in the paper."""
+    anchor_parts: int = 1
+    """Parts, one after another, in which each position hears its slice."""
     adapter: int = 0
     """Layers between encoder and decoder that learn, with a CTC loss of their own. Ours; none in the paper."""
     stride: int = 1
     """Frames of the encoder that the adapter makes one position of."""
+    every_frame: bool = False
+    """Whether what the adapter adds is given to each of them, so that the decoder hears as many positions as ever."""
     canvas: Canvas = field(default_factory=Canvas)
     norm_eps: float = 1e-5
     rope_base: float = 1e4
@@ -63,7 +67,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         problems = [
             f"decoder {name} must be at least 1, not {getattr(self, name)}"
-            for name in ("layers", "width", "heads", "hidden", "audio_width")
+            for name in ("layers", "width", "heads", "hidden", "audio_width", "anchor_parts")
             if getattr(self, name) < 1
         ]
         if self.adapter < 0:
@@ -117,9 +121,15 @@ class DiffusionDecoder(nn.Module):
             )
             self.norm = nn.LayerNorm(width)
         if config.adapter:
-            self.adapter = Adapter(config.audio_width, config.adapter, stride=config.stride, dropout=config.dropout)
+            self.adapter = Adapter(
+                config.audio_width,
+                config.adapter,
+                stride=config.stride,
+                every_frame=config.every_frame,
+                dropout=config.dropout,
+            )
         if config.anchors:
-            self.anchors = Anchors(config.audio_width, width)
+            self.anchors = Anchors(config.audio_width, width, parts=config.anchor_parts)
         if not config.tied:
             self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -145,7 +155,8 @@ class DiffusionDecoder(nn.Module):
                         output.weight.zero_()
             if self.config.anchors:
                 # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
-                self.anchors.weigh.bias.fill_(-2.6 + math.log(self.config.stride))
+                slower = 1 if self.config.every_frame else self.config.stride
+                self.anchors.weigh.bias.fill_(-2.6 + math.log(slower))
                 # As large as a token embedding, the paper's and Whisper's alike.
                 self.anchors.norm.weight.fill_(0.02)
 
@@ -167,13 +178,25 @@ class DiffusionDecoder(nn.Module):
 
         `counts_B`: the true token counts, in training. `canvas_B`: each utterance's own positions, where fewer.
         """
+        memory_BTD, own = self.prepare(audio_BTD, heard_BT, positions=positions, counts_B=counts_B, canvas_B=canvas_B)
+        return replace(own, layers=[block.cross_attn.keys_values(memory_BTD) for block in self.blocks])
+
+    def prepare(
+        self,
+        audio_BTD: Tensor,
+        heard_BT: Tensor | None = None,
+        *,
+        positions: int,
+        counts_B: Tensor | None = None,
+        canvas_B: Tensor | None = None,
+    ) -> tuple[Tensor, AudioMemory]:
+        """What keys and values are made of (B, T, D), and the memory as it is before they are made: see `listen`."""
         bytes_BTV = None
         if self.config.adapter:
             audio_BTD, heard_BT, bytes_BTV = self.adapter(audio_BTD, heard_BT)
         memory_BTD = self.project(audio_BTD)
-        layers = [block.cross_attn.keys_values(memory_BTD) for block in self.blocks]
         if not self.config.anchors:
-            return AudioMemory(layers, heard_BT, bytes_BTV=bytes_BTV)
+            return memory_BTD, AudioMemory([], heard_BT, bytes_BTV=bytes_BTV)
         own_BLD, quantity_B = self.anchors(
             audio_BTD,
             heard_BT,
@@ -183,38 +206,63 @@ class DiffusionDecoder(nn.Module):
         )
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
-        return AudioMemory(layers, heard_BT, anchors_BLD, quantity_B, bytes_BTV)
+        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, quantity_B, bytes_BTV)
 
-    def forward(self, tokens_GL: Tensor, memory: AudioMemory, canvas_BL: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_GL: Tensor,
+        memory: AudioMemory,
+        canvas_BL: Tensor | None = None,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
         """States (G, L, D) from which `logits` predicts each position.
 
         G is a whole multiple K of the memory's B utterances, candidates of one side by side. `canvas_BL` is true on
-        each utterance's own canvas; None where all are of full length.
+        each utterance's own canvas; None where all are of full length. `ahead` is added to the attention scores of
+        later positions: far below 0 they are not seen, as in the decoder that Whisper blocks come from.
         """
-        x_GLD = self.embed(tokens_GL)
         utterances = memory.layers[0].k_BHTC.shape[0]
-        if memory.anchors_BLD is not None:
-            x_GLD = (x_GLD.unflatten(0, (utterances, -1)) + memory.anchors_BLD[:, None]).flatten(0, 1)
+        x_GLD = self.inputs(tokens_GL, memory.anchors_BLD)
         rotation = None
-        if self.config.block == "whisper":
-            x_GLD = x_GLD + self.positions[: tokens_GL.shape[1]]
-        else:
+        if self.config.block == "paper":
             head_width = self.config.width // self.config.heads
             rotation = Rotation.of(tokens_GL.shape[1], head_width, self.config.rope_base, x_GLD.device)
         self_mask = None
         if canvas_BL is not None:
             candidates = tokens_GL.shape[0] // utterances
             self_mask = canvas_BL.repeat_interleave(candidates, 0)[:, None, None, :]
+        if ahead is not None:
+            self_mask = _with_bias(self_mask, tokens_GL.shape[1], ahead, memory.layers[0].k_BHTC.dtype)
         memory_mask = None if memory.heard_BT is None else memory.heard_BT[:, None, None, :]
         for block, audio in zip(self.blocks, memory.layers, strict=True):
             x_GLD = block(x_GLD, audio, self_mask=self_mask, memory_mask=memory_mask, rotation=rotation)
         x_GLD = self.norm(x_GLD)
         return x_GLD.roll(1, dims=1) if self.reads_ahead else x_GLD
 
+    def inputs(self, tokens_GL: Tensor, anchors_BLD: Tensor | None) -> Tensor:
+        """What the first block sees (G, L, D): tokens, with Whisper's blocks positions, and what the anchors hear."""
+        x_GLD = self.embed(tokens_GL)
+        if anchors_BLD is not None:
+            x_GLD = (x_GLD.unflatten(0, (len(anchors_BLD), -1)) + anchors_BLD[:, None]).flatten(0, 1)
+        if self.config.block == "whisper":
+            x_GLD = x_GLD + self.positions[: tokens_GL.shape[1]]
+        return x_GLD
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The weights of the output head, a row for each token."""
+        return self.embed.weight if self.config.tied else self.head.weight
+
     def logits(self, states_RD: Tensor, ids: slice = slice(SAMPLEABLE)) -> Tensor:
         """Logits of `states_RD` for the tokens `ids`: by default those that decoding may write."""
-        weight_VD = self.embed.weight if self.config.tied else self.head.weight
-        return F.linear(states_RD, weight_VD[ids])
+        return F.linear(states_RD, self.output_weight[ids])
+
+
+def _with_bias(mask_G11L: Tensor | None, positions: int, ahead: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores to add (G or 1, 1, L, L): `ahead` at later positions, minus infinity where the mask is false."""
+    later_LL = torch.ones(positions, positions, device=ahead.device, dtype=torch.bool).triu(1)
+    bias_LL = (later_LL * ahead).to(dtype)
+    return bias_LL[None, None] if mask_G11L is None else torch.where(mask_G11L, bias_LL, -torch.inf)
 
 
 @torch.no_grad()

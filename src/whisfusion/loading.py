@@ -5,15 +5,17 @@ from typing import Literal
 
 import torch
 
-from whisfusion import checkpoint, hub
+from whisfusion import checkpoint, hub, quantise
+from whisfusion.engine import GraphEngine
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.systems import DiffusionSystem, WhisperSystem
+from whisfusion.systems import DiffusionSystem, Int8System, WhisperSystem
 from whisfusion.transcriber import Transcriber
 from whisfusion.weights import load_whisper
 
 DEFAULT_MODEL = "base"
 DEFAULT_WHISPER = "whisper-base"
 SystemName = Literal["whisfusion", "whisper"]
+EngineName = Literal["auto", "eager", "graph"]
 
 
 def load(
@@ -22,17 +24,25 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     system: SystemName = "whisfusion",
+    engine: EngineName = "auto",
 ) -> Transcriber:
     """Load a model by the name that `whisfusion models` lists, or from a folder.
 
     device: "auto" (the first of CUDA, Apple's mps and the CPU that is there) or any torch device name.
-    dtype: "float32", "bfloat16", "float16" or "auto": bfloat16 on CUDA, float32 elsewhere.
+    dtype: "float32", "bfloat16", "float16", "int8" (on a CPU: products of whole numbers, several times as fast) or
+        "auto": bfloat16 on CUDA, elsewhere float32; int8 on a CPU for a model that is stored so.
     system: "whisfusion", or "whisper" for a published Whisper with its own greedy decoder.
+    engine: "graph" replays decoding as CUDA graphs, which takes seconds to get ready for each shape of batch, on its
+        first use; "eager" runs it step by step. The same transcripts. "auto" is eager: graph has yet to be measured.
 
     Raises ModelError for a model that is missing or altered, OptionError for an unknown device or dtype.
     """
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
+    if engine not in ("auto", "eager", "graph"):
+        raise OptionError(f"engine must be auto, eager or graph, not {engine!r}")
+    if engine == "graph" and (place.type != "cuda" or system == "whisper"):
+        raise OptionError("the graph engine is for diffusion decoding on a CUDA device: use engine auto or eager")
     if system == "whisper":
         whisper = load_whisper(_path(name_or_path, DEFAULT_WHISPER), place, number)
         return Transcriber(WhisperSystem(whisper))
@@ -44,7 +54,9 @@ def load(
             f"Whisper with --system whisper (after whisfusion pull {DEFAULT_WHISPER})"
         )
     model = checkpoint.load(hub.resolve(_path(name_or_path, DEFAULT_MODEL)), device=place, dtype=number)
-    return Transcriber(DiffusionSystem(model))
+    if dtype == "int8" or (dtype == "auto" and place.type == "cpu" and model.stored_int8 and quantise.is_fast_here()):
+        return Transcriber(Int8System(model))
+    return Transcriber(DiffusionSystem(model, GraphEngine(model) if engine == "graph" else None))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -64,12 +76,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of this name; "auto" is what runs well on the device."""
+    """The torch dtype of weights for this name; "auto" is what runs well on the device, int8 is made of float32."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "int8":
+        if device.type != "cpu" or not quantise.is_fast_here():
+            raise OptionError("int8 is for x86 processors with VNNI: use dtype auto or float32")
+        return torch.float32
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in known:
-        raise OptionError(f"dtype must be auto, {', '.join(known)}, not {name!r}")
+        raise OptionError(f"dtype must be auto, {', '.join(known)}, int8, not {name!r}")
     return known[name]
 
 

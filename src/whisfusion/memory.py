@@ -33,32 +33,36 @@ class Adapter(nn.Module):
     """Turns features made for a decoder that walks through them into features that can be read anywhere at once.
 
     A convolution and bidirectional blocks, added to what the encoder says; they start by adding nothing. CTC on the
-    bytes of the transcript teaches them where in the audio each letter is. With a stride, blocks and decoder hear the
-    mean of as many frames at a time, and CTC still spells at every frame.
+    bytes of the transcript teaches them where in the audio each letter is. With a stride the blocks hear the mean of
+    as many frames at a time, and so does the decoder, unless what they add is given to each frame (`every_frame`); CTC
+    spells at every frame in either case.
     """
 
-    def __init__(self, width: int, layers: int, *, stride: int, dropout: float) -> None:
+    def __init__(self, width: int, layers: int, *, stride: int, every_frame: bool, dropout: float) -> None:
         super().__init__()
-        self.stride = stride
+        self.stride, self.every_frame = stride, every_frame
         self.near = nn.Conv1d(width, width, 2 * stride + 1, stride=stride, padding=stride)
         self.mix = nn.Linear(width, width)
         self.blocks = Stack(
             whisper_block(width, max(1, width // 64), hidden=4 * width, cross=False, dropout=dropout)
             for _ in range(layers)
         )
-        self.ctc = nn.Linear(width, stride * CLASSES)
+        self.ctc = nn.Linear(width, CLASSES if every_frame else stride * CLASSES)
 
     def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Features of every `stride` frames, zero where nothing was heard; where that is; CTC logits of every frame."""
+        """Features of every frame, or of every `stride`, zero where nothing was heard; where that is; CTC logits."""
         near_BTD = self.near(audio_BTD.transpose(1, 2)).transpose(1, 2).contiguous()
-        x_BTD, heard_BT = self._pool(audio_BTD, heard_BT)
-        x_BTD = x_BTD + self.mix(F.gelu(near_BTD))
-        mask = None if heard_BT is None else heard_BT[:, None, None, :]
+        means_BTD, present_BT = self._pool(audio_BTD, heard_BT)
+        x_BTD = means_BTD + self.mix(F.gelu(near_BTD))
+        mask = None if present_BT is None else present_BT[:, None, None, :]
         for block in self.blocks:
             x_BTD = block(x_BTD, self_mask=mask)
-        if heard_BT is not None:
-            x_BTD = x_BTD * heard_BT[..., None]
-        return x_BTD, heard_BT, self.ctc(x_BTD).unflatten(-1, (self.stride, CLASSES)).flatten(1, 2)
+        if self.every_frame:
+            added_BTD = (x_BTD - means_BTD).repeat_interleave(self.stride, 1)[:, : audio_BTD.shape[1]]
+            x_BTD, present_BT = audio_BTD + added_BTD, heard_BT
+        if present_BT is not None:
+            x_BTD = x_BTD * present_BT[..., None]
+        return x_BTD, present_BT, self.ctc(x_BTD).unflatten(-1, (-1, CLASSES)).flatten(1, 2)
 
     def _pool(self, x_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Means over `stride` frames, of those that were heard."""
@@ -79,14 +83,16 @@ class Anchors(nn.Module):
     """Cuts the audio into one slice per token and gives each canvas position the mean of its own slice.
 
     Every frame gets a weight a_t; their running sum A_t is a position in the transcript, so that position i takes
-    frame t with weight max(0, min(A_t, i + 1) - max(A_(t-1), i)).
+    frame t with weight max(0, min(A_t, i + 1) - max(A_(t-1), i)). A slice can be heard in several parts of equal
+    weight, the mean of each beside the others: one mean alone would lose the order of its sounds.
     """
 
-    def __init__(self, audio_width: int, width: int, hidden: int = 256) -> None:
+    def __init__(self, audio_width: int, width: int, *, parts: int = 1, hidden: int = 256) -> None:
         super().__init__()
+        self.parts = parts
         self.context = nn.Conv1d(audio_width, hidden, kernel_size=5, padding=2)
         self.weigh = nn.Linear(hidden, 1)
-        self.project = nn.Linear(audio_width, width, bias=False)
+        self.project = nn.Linear(parts * audio_width, width, bias=False)
         # Audio features are far larger than token embeddings: unbounded, slices would drown the tokens.
         self.norm = RMSNorm(width, eps=1e-5)
 
@@ -112,7 +118,7 @@ class Anchors(nn.Module):
         counts_B: Tensor | None,
         room_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mean audio of each position's slice (B, positions, audio width), and the quantity.
+        """Mean audio of each position's slice (B, positions, parts * audio width), and the quantity.
 
         The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number that
         fits: at most `room_B`, which is `positions` unless an utterance's own canvas is shorter.
@@ -125,8 +131,10 @@ class Anchors(nn.Module):
         if counts_B is None:
             counts_B = quantity_B.round().clamp(1, positions)
             counts_B = counts_B if room_B is None else torch.minimum(counts_B, room_B)
-        end_BT = (a_BT * (counts_B / quantity_B)[:, None]).cumsum(1)
+        # Parts are positions of their own until they are put side by side.
+        end_BT = (a_BT * (self.parts * counts_B / quantity_B)[:, None]).cumsum(1)
         start_BT = F.pad(end_BT[:, :-1], (1, 0))
-        i_L1 = torch.arange(positions, device=a_BT.device, dtype=torch.float32)[:, None]
+        i_L1 = torch.arange(self.parts * positions, device=a_BT.device, dtype=torch.float32)[:, None]
         w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
-        return w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD, quantity_B
+        slices_BLE = w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD
+        return slices_BLE.unflatten(1, (positions, self.parts)).flatten(2), quantity_B

@@ -55,12 +55,22 @@ def edit_distance(hypothesis: Sequence[str], reference: Sequence[str]) -> int:
 
 
 def _edit_distance_in_python(hypothesis: Sequence[str], reference: Sequence[str]) -> int:
-    row = list(range(len(reference) + 1))
-    for place, unit in enumerate(hypothesis, start=1):
-        above, row = row, [place]
-        for column, other in enumerate(reference):
-            row.append(min(row[column] + 1, above[column + 1] + 1, above[column] + (unit != other)))
-    return row[-1]
+    """A column of the table of distances at a time, its steps up and down as the bits of two numbers (Myers, Hyyrö)."""
+    if not reference:
+        return len(hypothesis)
+    places: dict[str, int] = {}
+    for place, unit in enumerate(reference):
+        places[unit] = places.get(unit, 0) | 1 << place
+    every, last = (1 << len(reference)) - 1, 1 << len(reference) - 1
+    up, down, distance = every, 0, len(reference)
+    for unit in hypothesis:
+        match = places.get(unit, 0)
+        level = (((match & up) + up) ^ up) | match | down
+        right_up, right_down = down | (every & ~(level | up)), level & up
+        distance += bool(right_up & last) - bool(right_down & last)
+        right_up, right_down = right_up << 1 | 1, right_down << 1
+        up, down = (right_down | ~(level | right_up)) & every, right_up & level & every
+    return distance
 
 
 _BRACKETED = re.compile(r"[<\[][^>\]]*[>\]]")  # Quirk: either closing bracket closes either opening one

@@ -3,11 +3,11 @@
 Knows no model: it asks a `Predictor`. All of an utterance's randomness is one small tensor of uniforms drawn from its
 own seed, so that what it is batched with, and the device it runs on, do not change what is drawn.
 
-Letters: B utterances, K candidates, N steps, L canvas positions, R masked positions of all sequences, V vocabulary.
+Letters: B utterances, K candidates, N steps, L canvas positions, R positions to write of all sequences, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,17 +16,21 @@ from torch import Tensor
 
 from whisfusion.errors import OptionError
 from whisfusion.tokenizer import ENDOFTEXT, MASK
+from whisfusion.vocabulary import Columns
 
 PAPER_TRAJECTORY = (1.0, 0.9, 0.8, 0.7, 0.6)
 """Input mask ratios of the paper's steps; its default uses the first three."""
 
-_NEGLIGIBLE = -80.0
-"""Log-mass next to the likeliest token's, of which a whole vocabulary is still lost in float32's rounding."""
 _LEAST_UNIFORM = 2.0**-25
+_NEGLIGIBLE = -30.0
+"""Log-mass next to the likeliest token's, of which a whole vocabulary is still less than the least uniform."""
 _LEAST_TEMPERATURE = 1e-3
 """Below this float32 overflows; 0 is greedy."""
-_ROWS_AT_ONCE = 512
-"""Logits over the vocabulary are the largest thing in decoding: they exist for this many positions at a time."""
+_LOGITS_AT_ONCE = {"cpu": 1 << 21}
+"""Logits over the vocabulary are the largest thing in decoding: so many exist at a time, on a CPU as many as its cache
+holds."""
+_MOST_LOGITS_AT_ONCE = 1 << 25
+_BLOCK, _LIKELY_BLOCKS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Predictor(Protocol):
         ...
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        """Logits (R, V) over the V lowest ids, all of which may be written; endoftext is among them."""
+        """Logits (R, V) over ids that may be written; the last column is endoftext's."""
         ...
 
 
@@ -176,38 +180,68 @@ def parallel_decode(
     seeds_B: Sequence[int],
     options: PDDOptions,
     *,
+    columns: Columns | None = None,
     trace: bool = False,
 ) -> Decoded:
-    """Decode B utterances with canvases of `canvas_B` positions, prompt included, each from its own seed."""
-    device, longest = prompts_BP.device, max(canvas_B)
-    utterances, prompt_length = prompts_BP.shape
-    uniforms_BKN2L = torch.zeros(utterances, options.candidates, options.steps, 2, longest)
-    for row, (seed, positions) in enumerate(zip(seeds_B, canvas_B, strict=True)):
-        uniforms_BKN2L[row, ..., :positions] = draw_uniforms(seed, options, positions)
-    uniforms_BKN2L = uniforms_BKN2L.to(device)
+    """Decode B utterances with canvases of `canvas_B` positions, prompt included, each from its own seed.
 
-    position_L = torch.arange(longest, device=device)
-    canvas_B11 = torch.tensor(list(canvas_B), device=device)[:, None, None]
-    writable_B1L = (position_L >= prompt_length) & (position_L < canvas_B11)
-    tokens_BKL = torch.full((utterances, 1, longest), ENDOFTEXT, device=device)
-    tokens_BKL[:, 0, :prompt_length] = prompts_BP
-    tokens_BKL = tokens_BKL.masked_fill(writable_B1L, MASK)
+    `columns`: what the columns of the predictor's logits stand for; None where each is the id of its own number.
+    """
+    device, longest = prompts_BP.device, max(canvas_B)
+    columns = Columns.all(device) if columns is None else columns
+    uniforms_BKN2L = batch_uniforms(seeds_B, canvas_B, options, longest).to(device)
+    tokens_B1L, writable_B1L = empty_canvas(prompts_BP, torch.tensor(list(canvas_B), device=device), longest)
+
+    def write(*canvases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _write(predictor, columns, *canvases, options.temperature)
+
+    tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, uniforms_BKN2L, options)
+    return Decoded(collect(tokens_BKL, logprobs_BKL, prompts_BP.shape[1], canvas_B), steps if trace else [])
+
+
+def batch_uniforms(seeds_B: Sequence[int], canvas_B: Sequence[int], options: PDDOptions, positions: int) -> Tensor:
+    """The randomness of a batch (B, K, N, 2, positions), each utterance's from its own seed and for its own canvas."""
+    uniforms_BKN2L = torch.zeros(len(seeds_B), options.candidates, options.steps, 2, positions)
+    for row, (seed, own) in enumerate(zip(seeds_B, canvas_B, strict=True)):
+        uniforms_BKN2L[row, ..., :own] = draw_uniforms(seed, options, own)
+    return uniforms_BKN2L
+
+
+def empty_canvas(prompts_BP: Tensor, canvas_B: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+    """Canvases (B, 1, positions) with nothing but the prompt written, and where each may be written."""
+    prompt_length = prompts_BP.shape[1]
+    position_L = torch.arange(positions, device=prompts_BP.device)
+    writable_B1L = (position_L >= prompt_length) & (position_L < canvas_B[:, None, None])
+    tokens_B1L = torch.full_like(writable_B1L, ENDOFTEXT, dtype=torch.int64)
+    tokens_B1L[:, 0, :prompt_length] = prompts_BP
+    return tokens_B1L.masked_fill(writable_B1L, MASK), writable_B1L
+
+
+Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Writes wanted positions: tokens, wanted, log-probabilities, endoftext's log-probabilities and uniforms in; tokens and
+both log-probabilities out, for as many candidates as there are uniforms."""
+
+
+def denoise(
+    write: Write, tokens_BKL: Tensor, writable_B1L: Tensor, uniforms_BKN2L: Tensor, options: PDDOptions
+) -> tuple[Tensor, Tensor, list[Step]]:
+    """The N steps: tokens, their log-probabilities, and what each step did. No shape depends on what is drawn."""
     if not options.share_first_step:
         tokens_BKL = tokens_BKL.repeat(1, options.candidates, 1)
-    logprobs_BKL, ends_BKL = torch.zeros(2, utterances, options.candidates, longest, device=device)
-
+    logprobs_BKL, ends_BKL = torch.zeros_like(uniforms_BKN2L[:, :, 0]).unbind(2)
     steps: list[Step] = []
     for step in range(options.steps):
         masked_BKL = tokens_BKL == MASK
+        # Whatever were written behind an endoftext that is kept would be padding: it is not written.
+        wanted_BKL = masked_BKL & ~_ended(tokens_BKL, writable_B1L)
         write_BKL, keep_BKL = uniforms_BKN2L[:, :, step].unbind(2)
-        tokens_BKL, logprobs_BKL, ends_BKL = _write(
-            predictor, tokens_BKL, masked_BKL, logprobs_BKL, ends_BKL, write_BKL, options.temperature
-        )
-        tokens_BKL, ended_BKL = _end(tokens_BKL, writable_B1L)
-        # Padding may become the end of a transcript whose end is written again: it is as sure as endoftext was there.
+        tokens_BKL, logprobs_BKL, ends_BKL = write(tokens_BKL, wanted_BKL, logprobs_BKL, ends_BKL, write_BKL)
+        ended_BKL = _ended(tokens_BKL, writable_B1L)
+        tokens_BKL = tokens_BKL.masked_fill(ended_BKL, ENDOFTEXT)
+        # Padding may become the end of a transcript whose end is written again: it is as sure as endoftext was there
+        # when that was last asked.
         logprobs_BKL = torch.where(ended_BKL, ends_BKL, logprobs_BKL)
-        if trace:
-            steps.append(Step(masked_BKL.expand_as(tokens_BKL), tokens_BKL, logprobs_BKL))
+        steps.append(Step(masked_BKL.expand_as(tokens_BKL), tokens_BKL, logprobs_BKL))
         if step + 1 < options.steps:
             ratio = options.ratios[step + 1]
             if options.remask == "random":
@@ -215,37 +249,42 @@ def parallel_decode(
             else:
                 again_BKL = _least_confident(logprobs_BKL, writable_B1L & ~ended_BKL, ratio)
             tokens_BKL = tokens_BKL.masked_fill(again_BKL & writable_B1L, MASK)
-
-    return Decoded(_collect(tokens_BKL, logprobs_BKL, prompt_length, canvas_B), steps)
+    return tokens_BKL, logprobs_BKL, steps
 
 
 def _write(
     predictor: Predictor,
+    columns: Columns,
     tokens_BKL: Tensor,
-    masked_BKL: Tensor,
+    wanted_BKL: Tensor,
     logprobs_BKL: Tensor,
     ends_BKL: Tensor,
     uniforms_BKL: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write every masked position; a canvas that stands for several candidates is written once for each.
+    """Write every wanted position; a canvas that stands for several candidates is written once for each.
 
     Returns tokens, their log-probabilities, and what endoftext's would have been.
     """
     states_BKLD = predictor.states(tokens_BKL)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
-    states_RD = states_BKLD[masked_BKL]
-    # (R, draws): each masked position with the uniforms of all the candidates that it stands for.
-    uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1)[masked_BKL]
+    states_RD = states_BKLD[wanted_BKL]
+    # (R, draws): each wanted position with the uniforms of all the candidates that it stands for.
+    uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1)[wanted_BKL]
+    where = wanted_BKL.nonzero(as_tuple=True)
     written, logprobs, ends = [], [], []
-    for states, uniforms in zip(states_RD.split(_ROWS_AT_ONCE), uniforms_RC.split(_ROWS_AT_ONCE), strict=True):
+    at_once = max(1, _LOGITS_AT_ONCE.get(states_RD.device.type, _MOST_LOGITS_AT_ONCE) // len(columns.ids_V))
+    for states, uniforms, rows in zip(
+        *(values.split(at_once) for values in (states_RD, uniforms_RC, where[0])), strict=True
+    ):
         logits_RV = predictor.logits(states).float()
-        ids_RC, total_R1 = sample(logits_RV, uniforms, temperature)
-        written.append(ids_RC)
-        logprobs.append(logits_RV.gather(1, ids_RC) - total_R1)
-        ends.append((logits_RV[:, ENDOFTEXT, None] - total_R1).expand_as(ids_RC))
+        if columns.allowed_BV is not None:
+            logits_RV = logits_RV.masked_fill(~columns.allowed_BV[rows], -math.inf)
+        drawn_RC, total_R1 = sample(logits_RV, uniforms, temperature)
+        written.append(columns.ids_V[drawn_RC])
+        logprobs.append(logits_RV.gather(1, drawn_RC) - total_R1)
+        ends.append((logits_RV[:, -1:] - total_R1).expand_as(drawn_RC))
     tokens_BKL = tokens_BKL.repeat_interleave(draws, 1)
-    where = masked_BKL.nonzero(as_tuple=True)
     for draw in range(draws):
         at = (where[0], where[1] * draws + draw, where[2])
         tokens_BKL[at] = torch.cat([ids_RC[:, draw] for ids_RC in written])
@@ -255,27 +294,49 @@ def _write(
 
 
 def sample(logits_RV: Tensor, uniforms_RC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw C ids per row by inverting the cumulative distribution at `temperature`; 0 takes the most likely.
+    """Draw C columns per row by inverting the cumulative distribution at `temperature`; 0 takes the most likely.
 
-    `logits_RV` are float32. Returns ids (R, C) and each row's log-sum-exp (R, 1), to make log-probabilities of logits.
+    `logits_RV` are float32. Returns columns (R, C) and each row's log-sum-exp (R, 1), to make log-probabilities of
+    logits.
     """
-    top_R1, best_R1 = logits_RV.max(1, keepdim=True)
+    top_R1 = logits_RV.amax(1, keepdim=True)
+    # The same as logsumexp, in fewer passes.
+    total_R1 = top_R1 - logits_RV.softmax(1).amax(1, keepdim=True).log_()
     if temperature == 0:
-        ids_RC = best_R1.expand_as(uniforms_RC)
-    else:
-        # Below the clamp, exp gives numbers that add nothing and that a CPU is slow to handle.
-        mass_RV = (logits_RV - top_R1).div_(temperature).clamp_(min=_NEGLIGIBLE).exp_().cumsum_(1)
-        # A uniform of exactly 0 would draw the first id, however unlikely.
-        ids_RC = torch.searchsorted(mass_RV, uniforms_RC.clamp(min=_LEAST_UNIFORM) * mass_RV[:, -1:], right=True)
-        ids_RC = ids_RC.clamp_(max=logits_RV.shape[1] - 1)
-    return ids_RC, logits_RV.logsumexp(1, keepdim=True)
+        return logits_RV.argmax(1, keepdim=True).expand_as(uniforms_RC), total_R1
+    # A GPU reads all columns faster than it tells which of them matter.
+    some_RM = None if logits_RV.is_cuda else _likely(logits_RV, top_R1 + _NEGLIGIBLE * temperature)
+    values_RM = logits_RV if some_RM is None else logits_RV.gather(1, some_RM)
+    # Below the clamp, exp gives numbers that add nothing and that a CPU is slow to handle.
+    mass_RM = (values_RM - top_R1).div_(temperature).clamp_(min=_NEGLIGIBLE).exp_().cumsum_(1)
+    # A uniform of exactly 0 would draw the first id, however unlikely.
+    drawn_RC = torch.searchsorted(mass_RM, uniforms_RC.clamp(min=_LEAST_UNIFORM) * mass_RM[:, -1:], right=True)
+    drawn_RC = drawn_RC.clamp_(max=mass_RM.shape[1] - 1)
+    return drawn_RC if some_RM is None else some_RM.gather(1, drawn_RC), total_R1
 
 
-def _end(tokens_BKL: Tensor, writable_B1L: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn whatever follows a candidate's first endoftext into padding (the same id); also say where that is."""
+def _likely(logits_RV: Tensor, least_R1: Tensor) -> Tensor | None:
+    """Columns (R, M) in ascending order, among them all whose logits are at least `least_R1`; None if that is too many.
+
+    Found by the maxima of blocks of columns: a few blocks hold all that can be drawn, and the rest is read only once.
+    """
+    blocks = logits_RV.shape[1] // _BLOCK
+    if blocks <= _LIKELY_BLOCKS:
+        return None
+    peaks_RJ = logits_RV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).amax(2)
+    highest_RJ, which_RJ = peaks_RJ.topk(_LIKELY_BLOCKS + 1)
+    if (highest_RJ[:, -1:] >= least_R1).any():
+        return None
+    column_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    first_RJ1 = which_RJ[:, :-1].sort(1).values[..., None] * _BLOCK
+    rest_RM = column_V[blocks * _BLOCK :].expand(len(logits_RV), -1)
+    return torch.cat(((first_RJ1 + column_V[:_BLOCK]).flatten(1), rest_RM), 1)
+
+
+def _ended(tokens_BKL: Tensor, writable_B1L: Tensor) -> Tensor:
+    """What follows a candidate's first endoftext: padding, which is the same id."""
     ends_BKL = (tokens_BKL == ENDOFTEXT) & writable_B1L
-    ended_BKL = (ends_BKL.cumsum(2) - ends_BKL.long()) > 0
-    return tokens_BKL.masked_fill(ended_BKL, ENDOFTEXT), ended_BKL
+    return (ends_BKL.cumsum(2) - ends_BKL.long()) > 0
 
 
 def _least_confident(logprobs_BKL: Tensor, live_BKL: Tensor, ratio: float) -> Tensor:
@@ -287,7 +348,7 @@ def _least_confident(logprobs_BKL: Tensor, live_BKL: Tensor, ratio: float) -> Te
     return rank_BKL >= keep_BK1
 
 
-def _collect(
+def collect(
     tokens_BKL: Tensor, logprobs_BKL: Tensor, prompt_length: int, canvas_B: Sequence[int]
 ) -> list[list[Candidate]]:
     """Cut every canvas at its endoftext."""

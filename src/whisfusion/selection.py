@@ -1,7 +1,8 @@
 """Which of the K candidates becomes the transcript. One small protocol; every selector says what it decided by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from whisfusion.errors import OptionError
-from whisfusion.normalise import edit_rate
+from whisfusion.normalise import edit_distance, edit_rate, units
 from whisfusion.pdd import Candidate
 from whisfusion.whisper import WhisperDecoder, log_likelihood
 
@@ -25,6 +26,8 @@ class Pool:
     """The encoder's features of the utterance."""
     reference: str | None = None
     """The true transcript, which only the oracle reads."""
+    likelihoods: Sequence[float] | None = None
+    """Whisper's of every candidate, where the engine has worked them out already."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Selection:
 
     index: int
     scores: tuple[float, ...]
+    risks: Sequence[float] | None = None
+    """Each candidate's summed edit rate to the others, where the selector has worked it out."""
 
 
 class Selector(Protocol):
@@ -51,17 +56,26 @@ def _best(scores: Sequence[float], candidates: Sequence[Candidate]) -> Selection
 
 def risks(texts: Sequence[str], language: str) -> list[float]:
     """Each text's summed edit rate to all the others, as if each of them were the truth."""
-    return [
-        sum(edit_rate(text, other, language) for j, other in enumerate(texts) if j != i and other != text)
-        for i, text in enumerate(texts)
-    ]
+    written = [units(text, language) for text in texts]
+    total = [0.0] * len(texts)
+    # An edit one way is an edit the other way: only the length that it is divided by differs.
+    for i, j in combinations(range(len(texts)), 2):
+        if texts[i] != texts[j]:
+            edits = edit_distance(written[i], written[j])
+            total[i] += edits / max(1, len(written[j]))
+            total[j] += edits / max(1, len(written[i]))
+    return total
 
 
 class MinimumBayesRisk:
     """Consensus: the candidate nearest to all the others. Its scores are the negative risks."""
 
     def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
-        return [_best([-risk for risk in risks(pool.texts, pool.language)], pool.candidates) for pool in pools]
+        found = [risks(pool.texts, pool.language) for pool in pools]
+        return [
+            replace(_best([-risk for risk in pool_risks], pool.candidates), risks=pool_risks)
+            for pool, pool_risks in zip(pools, found, strict=True)
+        ]
 
 
 class HighestConfidence:
@@ -93,6 +107,9 @@ class WhisperRerank:
         self.decoder = decoder
 
     def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        scored = [pool.likelihoods for pool in pools if pool.likelihoods is not None]
+        if len(scored) == len(pools):
+            return [_best(scores, pool.candidates) for scores, pool in zip(scored, pools, strict=True)]
         features = [pool.audio_TD for pool in pools if pool.audio_TD is not None]
         if len(features) != len(pools):
             raise OptionError("reranking needs the encoder's features of every utterance")

@@ -3,18 +3,23 @@
 Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whisfusion.checkpoint import Model
 from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import audio_mask
+from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
 from whisfusion.mel import log_mel
 from whisfusion.memory import AudioMemory
-from whisfusion.pdd import Candidate, PDDOptions, UtteranceStep, parallel_decode
+from whisfusion.pdd import Candidate, PDDOptions, Step, UtteranceStep, parallel_decode
+from whisfusion.quantise import Int8Linear, to_int8
 from whisfusion.selection import (
     HighestConfidence,
     MinimumBayesRisk,
@@ -25,36 +30,47 @@ from whisfusion.selection import (
     WhisperRerank,
     risks,
 )
-from whisfusion.tokenizer import MASK, get_tokenizer
+from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
 from whisfusion.transcriber import Alternative, DecodingOptions, Heard, Stopwatch, Window
+from whisfusion.vocabulary import Columns, Vocabulary
 from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
 
 _LANGUAGE_POSITION = 1
 
 
+Head = Callable[[Tensor], Tensor]
+"""States (R, D) to logits (R, V)."""
+
+
+@dataclass(frozen=True)
 class DecoderPredictor:
     """A diffusion decoder listening to a batch of utterances, as decoding sees it."""
 
-    def __init__(self, decoder: DiffusionDecoder, memory: AudioMemory, canvas_BL: Tensor | None) -> None:
-        self._decoder, self._memory, self._canvas_BL = decoder, memory, canvas_BL
+    decoder: DiffusionDecoder
+    memory: AudioMemory
+    canvas_BL: Tensor | None
+    head: Head
 
     def states(self, tokens_BKL: Tensor) -> Tensor:
         """Hidden states (B, K, L, D) of partly masked canvases."""
-        states_GLD = self._decoder(tokens_BKL.flatten(0, 1), self._memory, self._canvas_BL)
+        states_GLD = self.decoder(tokens_BKL.flatten(0, 1), self.memory, self.canvas_BL)
         return states_GLD.unflatten(0, tokens_BKL.shape[:2])
 
     def logits(self, states_RD: Tensor) -> Tensor:
         """Logits over the ids that may be written."""
-        return self._decoder.logits(states_RD)
+        return self.head(states_RD)
 
 
 class DiffusionSystem:
     """A frozen Whisper encoder and a masked-diffusion decoder, with Parallel Diffusion Decoding."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, engine: GraphEngine | None = None) -> None:
+        """`engine` does all up to selection, instead of the plain code below."""
         self.model = model
         self.default = model.generation
+        self._engine = engine
         self._rerank: WhisperRerank | None = None
+        self._heads: dict[str | None, Head] = {}
 
     @property
     def _device(self) -> torch.device:
@@ -78,6 +94,32 @@ class DiffusionSystem:
         predictor, _ = self._listen(batch, audio_BTD, heard_BT)
         return self._detect(batch, predictor)
 
+    def start(
+        self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
+    ) -> Callable[[], list[Heard]]:
+        """With an engine, selection of one batch on the CPU goes on while the GPU decodes the next."""
+        if self._engine is None:
+            heard = self.recognise(batch, options, timings)
+            return lambda: heard
+        scorer = self._reranker().decoder if options.selection == "rerank" else None
+        wait = self._engine.start(batch, options, scorer)
+        return lambda: self._finish(wait(timings), batch, options, timings)
+
+    def _finish(
+        self, decoding: Decoding, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
+    ) -> list[Heard]:
+        watch = Stopwatch(timings)
+        likelihoods = decoding.likelihoods or [None] * len(batch)
+        pools = [
+            _pool(candidates, language, likelihoods=scores, reference=window.reference)
+            for candidates, language, scores, window in zip(
+                decoding.candidates, decoding.languages, likelihoods, batch, strict=True
+            )
+        ]
+        heard = self._select(pools, decoding.steps, decoding.canvas_B, options)
+        watch.lap("select")
+        return heard
+
     def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
         """Encode, listen, decode K candidates in N steps, select."""
         watch = Stopwatch(timings, self._device)
@@ -89,24 +131,32 @@ class DiffusionSystem:
             languages = [given or found for given, found in zip(languages, detected, strict=True)]
         spoken = [language for language in languages if language is not None]
         prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken], device=self._device)
-        seeds = [window.seed for window in batch]
-        decoded = parallel_decode(predictor, prompts_BP, canvas_B, seeds, options.pdd, trace=options.trace)
+        columns, head = self._vocabulary(spoken)
+        decoded = parallel_decode(
+            replace(predictor, head=head),
+            prompts_BP,
+            canvas_B,
+            [window.seed for window in batch],
+            options.pdd,
+            columns=columns,
+            trace=options.trace,
+        )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
         pools = [
-            Pool(
-                candidates,
-                [get_tokenizer().decode(candidate.tokens) for candidate in candidates],
-                language,
-                audio_BTD[row, : lengths[row]],
-                batch[row].reference,
-            )
+            _pool(candidates, language, audio_TD=audio_BTD[row, : lengths[row]], reference=batch[row].reference)
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
-        selections = self._selector(options)(pools)
+        heard = self._select(pools, decoded.trace, canvas_B, options)
         watch.lap("select")
+        return heard
+
+    def _select(
+        self, pools: Sequence[Pool], steps: Sequence[Step], canvas_B: Sequence[int], options: DecodingOptions
+    ) -> list[Heard]:
+        selections = self._selector(options)(pools)
         traces = [
-            tuple(step.of(row, slice(prompts_BP.shape[1], positions)) for step in decoded.trace)
+            tuple(step.of(row, slice(PROMPT_LENGTH, positions)) for step in steps)
             for row, positions in enumerate(canvas_B)
         ]
         return [_heard(*parts) for parts in zip(pools, selections, traces, strict=True)]
@@ -142,7 +192,21 @@ class DiffusionSystem:
         if min(canvas_B) < max(canvas_B):
             position_L = torch.arange(max(canvas_B), device=self._device)
             canvas_BL = position_L < torch.tensor(canvas_B, device=self._device)[:, None]
-        return DecoderPredictor(self.model.decoder, memory, canvas_BL), canvas_B
+        return DecoderPredictor(self.model.decoder, memory, canvas_BL, self.model.decoder.logits), canvas_B
+
+    def _vocabulary(self, languages: Sequence[str]) -> tuple[Columns, Head]:
+        """What may be written in a batch, and the rows of the output head for it."""
+        columns = (self.model.vocabulary or Vocabulary({})).columns(languages, self._device)
+        # Of one language, or of all: heads are copies, and combinations without number would fill the memory.
+        everything = len(columns.ids_V) == SAMPLEABLE
+        key = None if everything else languages[0]
+        if key not in self._heads:
+            rows = slice(SAMPLEABLE) if everything else columns.ids_V
+            self._heads[key] = self._head(self.model.decoder.output_weight[rows])
+        return columns, self._heads[key]
+
+    def _head(self, weight_VD: Tensor) -> Head:
+        return lambda states_RD: F.linear(states_RD, weight_VD)
 
     @torch.no_grad()
     def _detect(self, batch: Sequence[Window], predictor: DecoderPredictor) -> list[str]:
@@ -179,6 +243,36 @@ class DiffusionSystem:
         return self._rerank
 
 
+class Int8System(DiffusionSystem):
+    """The same on a CPU, with products in int8.
+
+    Windows are decoded one by one, which costs a CPU nothing: rounding to whole numbers would make a visible difference
+    of the invisible ones that other windows in a batch make.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Changes the model's modules."""
+        super().__init__(model)
+        to_int8(model.encoder, model.decoder)
+
+    def detect(self, batch: Sequence[Window]) -> list[str]:
+        """The language of each window, from the prompt's masked language token."""
+        found: list[str] = []
+        for window in batch:
+            found += super().detect([window])
+        return found
+
+    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
+        """Encode, listen, decode K candidates in N steps, select."""
+        heard: list[Heard] = []
+        for window in batch:
+            heard += super().recognise([window], options, timings)
+        return heard
+
+    def _head(self, weight_VD: Tensor) -> Head:
+        return Int8Linear(weight_VD)
+
+
 class WhisperSystem:
     """Whisper with its own greedy decoder over the same encoder code."""
 
@@ -189,6 +283,13 @@ class WhisperSystem:
 
     def check(self, options: DecodingOptions, language: str | None) -> None:
         """Nothing to refuse: options of diffusion decoding are not looked at."""
+
+    def start(
+        self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
+    ) -> Callable[[], list[Heard]]:
+        """All is done before this returns."""
+        heard = self.recognise(batch, options, timings)
+        return lambda: heard
 
     def detect(self, batch: Sequence[Window]) -> list[str]:
         """The likeliest language of each window, by Whisper's own language tokens."""
@@ -228,10 +329,16 @@ class WhisperSystem:
         return [next(iter(ranked)) for ranked in detect_language(self.whisper.decoder, audio_BTD)]
 
 
+def _pool(candidates: Sequence[Candidate], language: str, **known: Any) -> Pool:
+    """Candidates with their texts, and whatever else is `known` to their selector."""
+    texts = [get_tokenizer().decode(candidate.tokens) for candidate in candidates]
+    return Pool(candidates, texts, language, **known)
+
+
 def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...]) -> Heard:
     """The chosen candidate, the others beside it."""
     chosen: Candidate = pool.candidates[selection.index]
-    pool_risks = risks(pool.texts, pool.language)
+    pool_risks = selection.risks or risks(pool.texts, pool.language)
     others = len(pool.candidates) - 1
     return Heard(
         language=pool.language,

@@ -130,7 +130,7 @@ class DecodingOptions:
 
 
 class System(Protocol):
-    """What turns a batch of windows into text. Stateless between calls."""
+    """What turns a batch of windows into text. No call knows of those before it."""
 
     default: PDDOptions
 
@@ -142,8 +142,13 @@ class System(Protocol):
         """The language of each window. Raises LanguageError where the system cannot tell."""
         ...
 
-    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
-        """Transcribe windows, detecting the language of those that have none; add each stage's seconds to `timings`."""
+    def start(
+        self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
+    ) -> Callable[[], list[Heard]]:
+        """Begin to transcribe windows, detecting the language of those that have none.
+
+        What is returned finishes it, having added each stage's seconds to `timings`.
+        """
         ...
 
 
@@ -240,7 +245,7 @@ class Transcriber:
             "temperature": temperature,
             "remask": remask,
         }
-        options = DecodingOptions(_override(self.system.default, given), selection, trace)
+        options = DecodingOptions(override_options(self.system.default, given), selection, trace)
         asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
         for code in dict.fromkeys(asked):
             self.system.check(options, code)
@@ -290,28 +295,43 @@ class Transcriber:
         batch_size: int,
         on_progress: Callable[[float], None] | None,
     ) -> tuple[list[Heard], list[dict[str, float]]]:
-        """Longest first, so that batches are of one length and running out of memory shows at once."""
-        order = sorted(range(len(batch)), key=lambda i: -len(batch[i].samples))
-        heard: dict[int, Heard] = {}
-        timings: dict[int, dict[str, float]] = {}
-        done = 0.0
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            spent: dict[str, float] = {}
-            for row, result in zip(rows, self.system.recognise([batch[i] for i in rows], options, spent), strict=True):
-                heard[row] = result
-                timings[row] = {stage: seconds / len(rows) for stage, seconds in spent.items()}
+        """Longest first, so that batches are of one length and running out of memory shows at once.
+
+        A batch is finished after the next has begun: a system may have a device work while the CPU selects.
+        """
+        heard = {i: silence for i, window in enumerate(batch) if (silence := _silence(window)) is not None}
+        timings: dict[int, dict[str, float]] = {i: {} for i in heard}
+        done = sum(batch[i].seconds for i in heard)
+        if heard and on_progress is not None:
+            on_progress(done)
+        order = sorted(set(range(len(batch))) - set(heard), key=lambda i: -len(batch[i].samples))
+
+        def finish(rows: list[int], spent: dict[str, float], results: Callable[[], list[Heard]]) -> None:
+            nonlocal done
+            heard.update(zip(rows, results(), strict=True))
+            share = {stage: seconds / len(rows) for stage, seconds in spent.items()}
+            timings.update((row, share) for row in rows)
             done += sum(batch[i].seconds for i in rows)
             if on_progress is not None:
                 on_progress(done)
+
+        begun: tuple[list[int], dict[str, float], Callable[[], list[Heard]]] | None = None
+        for start in range(0, len(order), batch_size):
+            rows, spent = order[start : start + batch_size], {}
+            following = (rows, spent, self.system.start([batch[i] for i in rows], options, spent))
+            if begun is not None:
+                finish(*begun)
+            begun = following
+        if begun is not None:
+            finish(*begun)
         return [heard[i] for i in range(len(batch))], [timings[i] for i in range(len(batch))]
 
 
 class Stopwatch:
-    """Adds the seconds of stages to a dict, waiting for the GPU at each boundary."""
+    """Adds the seconds of stages to a dict, waiting for the GPU, if one is given, at each boundary."""
 
-    def __init__(self, timings: dict[str, float], device: torch.device) -> None:
-        self._timings, self._device = timings, device
+    def __init__(self, timings: dict[str, float], device: torch.device | None = None) -> None:
+        self._timings, self._device = timings, device or torch.device("cpu")
         self._since = self._now()
 
     def _now(self) -> float:
@@ -328,7 +348,17 @@ class Stopwatch:
         self._since = now
 
 
-def _override(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
+def _silence(window: Window) -> Heard | None:
+    """What is heard where every sample is 0, which needs no model; None where there may be anything else.
+
+    Without a language the model is asked all the same: somebody has to name one.
+    """
+    if window.language is None or window.samples.any():
+        return None
+    return Heard(window.language, text="", tokens=(), avg_logprob=0.0, no_speech_prob=1.0)
+
+
+def override_options(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
     """The model's own settings with what the user gave; another N leaves the model's own trajectory behind."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if "steps" in chosen and "trajectory" not in chosen and chosen["steps"] != default.steps:

@@ -1,8 +1,10 @@
 """Options that every command which recognises speech has: the model, the machine, and how to decode."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from whisfusion.cli.parser import Arguments, Parser, checked
+from whisfusion.cli.progress import on_terminal
 from whisfusion.errors import OptionError
 
 if TYPE_CHECKING:
@@ -12,11 +14,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"candidates": 1, "steps": 2, "temperature": 0.0},
     "accurate": {"candidates": 15, "steps": 5},
 }
-_DIFFUSION_ONLY = ("candidates", "steps", "trajectory", "temperature", "remask", "selection")
+_PDD = ("candidates", "steps", "trajectory", "temperature", "remask")
 
 
 def add_model_options(parser: Parser) -> None:
-    """--system, --device and --dtype; the model itself is each command's own argument."""
+    """--system, --device, --dtype and --engine; the model itself is each command's own argument."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--system",
@@ -30,6 +32,12 @@ def add_model_options(parser: Parser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
         help="auto (default): bfloat16 on CUDA, float32 elsewhere",
+    )
+    group.add_argument(
+        "--engine",
+        choices=("auto", "eager", "graph"),
+        default="auto",
+        help="graph: CUDA graphs, which get ready for each new shape of batch; auto (default) is eager",
     )
 
 
@@ -51,15 +59,7 @@ def add_decoding_options(parser: Parser) -> None:
         const="accurate",
         help="15 candidates, 5 steps: the best text",
     )
-    group.add_argument("-k", "--candidates", type=int, metavar="K", help="transcripts drawn, of which one is chosen")
-    group.add_argument("-n", "--steps", type=int, metavar="N", help="denoising steps")
-    group.add_argument(
-        "--trajectory", type=_ratios, metavar="R,R,...", help="mask ratio of each step, such as 1.0,0.9,0.8"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="of drawing tokens; 0 is greedy")
-    group.add_argument(
-        "--remask", choices=("random", "confidence"), help="which tokens are written again in the next step"
-    )
+    add_pdd_options(group)
     group.add_argument(
         "--selection",
         choices=("mbr", "confidence", "rerank"),
@@ -78,10 +78,29 @@ def add_decoding_options(parser: Parser) -> None:
     )
 
 
+def add_pdd_options(group: Any) -> None:
+    """The fields of `PDDOptions`, to an argument group."""
+    group.add_argument("-k", "--candidates", type=int, metavar="K", help="transcripts drawn, of which one is chosen")
+    group.add_argument("-n", "--steps", type=int, metavar="N", help="denoising steps")
+    group.add_argument(
+        "--trajectory", type=_ratios, metavar="R,R,...", help="mask ratio of each step, such as 1.0,0.9,0.8"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="of drawing tokens; 0 is greedy")
+    group.add_argument(
+        "--remask", choices=("random", "confidence"), help="which tokens are written again in the next step"
+    )
+
+
+def pdd_arguments(arguments: Arguments) -> dict[str, Any]:
+    """Those of them that were given."""
+    return {name: getattr(arguments, name) for name in _PDD if getattr(arguments, name) is not None}
+
+
 def decoding_arguments(arguments: Arguments) -> dict[str, Any]:
     """What the user chose, as keyword arguments of `Transcriber.transcribe`: the preset, and over it single options."""
-    given = {name: getattr(arguments, name) for name in _DIFFUSION_ONLY}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = pdd_arguments(arguments)
+    if arguments.selection is not None:
+        given["selection"] = arguments.selection
     if arguments.system == "whisper" and (given or arguments.preset):
         named = [f"--{name}" for name in (*given, arguments.preset) if name]
         raise OptionError(f"{', '.join(named)}: for diffusion decoding, so not with --system whisper")
@@ -95,7 +114,19 @@ def load_transcriber(arguments: Arguments) -> "Transcriber":
     """The model that the arguments name, run by the system that they name."""
     import whisfusion
 
-    return whisfusion.load(arguments.model, device=arguments.device, dtype=arguments.dtype, system=arguments.system)
+    if on_terminal():
+        log = logging.getLogger("whisfusion")
+        log.setLevel(logging.INFO)
+        if not log.handlers:
+            log.addHandler(logging.StreamHandler())
+            log.handlers[0].setFormatter(logging.Formatter("whisfusion: %(message)s"))
+    return whisfusion.load(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        system=arguments.system,
+        engine=arguments.engine,
+    )
 
 
 def _ratios(word: str) -> tuple[float, ...]:

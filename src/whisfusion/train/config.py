@@ -30,6 +30,8 @@ class Recipe:
     """A seeded random encoder of this shape in its place: for tests and for measuring speed."""
     start: Literal["random", "whisper"] = "random"
     """"random": the paper's initialisation. "whisper": what fits of the same Whisper's decoder is copied."""
+    anchor_size: float = 0.02
+    """How large anchors start; a token embedding is 0.02."""
     window: Window = "padded"
     """Whether the encoder hears clips padded to 30 s or their own duration."""
     text_style: Literal["normalised", "written"] = "normalised"
@@ -52,6 +54,10 @@ class Recipe:
     # The objective.
     masks: tuple[MaskStage, ...] = ((0.0, 0.0, 1.0),)
     """(start, low, high): from this share of the run on, mask ratios are drawn from U(low, high)."""
+    ahead: float = 0.0
+    """Added to attention scores of later positions at the start of a run: -6 starts as causal as Whisper was."""
+    ahead_share: float = 0.3
+    """Share of the run over which that fades to 0."""
     label_smoothing: float = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     quantity_weight: float = 1.0
@@ -70,6 +76,8 @@ class Recipe:
     """Length of the run in optimizer steps; or give `epochs`."""
     learning_rate: float = 2e-4
     """The peak, reached after the warm-up."""
+    fresh_rate: float = 1.0
+    """How many times as fast adapter and anchors learn: they start from nothing where the rest may start trained."""
     warmup_steps: int = 2000
     """Steps over which the learning rate rises linearly from 0."""
     floor: float = 0.1
@@ -118,7 +126,7 @@ class Recipe:
         ]
         problems += [
             f"{name} must be between 0 and 1, not {getattr(self, name)}"
-            for name in ("floor", "ema_decay", "language_share", "noise", "label_smoothing")
+            for name in ("floor", "ema_decay", "ahead_share", "language_share", "noise", "label_smoothing")
             if not 0 <= getattr(self, name) <= 1
         ]
         problems += [
@@ -130,11 +138,13 @@ class Recipe:
             problems.append("give the length of a run as one of epochs and steps")
         if (self.epochs is not None and not self.epochs > 0) or (self.steps is not None and self.steps < 1):
             problems.append("a run must have a positive number of epochs or steps")
-        if not self.learning_rate > 0 or not self.clip > 0:
-            problems.append("learning_rate and clip must be positive")
+        if not (self.learning_rate > 0 and self.fresh_rate > 0 and self.clip > 0):
+            problems.append("learning_rate, fresh_rate and clip must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"betas must be two numbers in [0, 1), not {self.betas}")
         problems += _mask_problems(self.masks)
+        if not -100 <= self.ahead <= 0:
+            problems.append(f"ahead must be 0 or less, and at least -100, not {self.ahead}")
         if self.steps is not None and self.warmup_steps >= self.steps > 0:
             problems.append(f"warmup_steps {self.warmup_steps} must be fewer than the {self.steps} steps")
         if self.random_encoder is not None and self.start == "whisper":

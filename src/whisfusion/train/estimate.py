@@ -63,7 +63,7 @@ def render_job(job: Job, world: int) -> str:
     """Shares, what was left out, and the estimate: all that a dry run prints."""
     sampler = job.recipe.sampler
     rows = share_rows(job.filtered.kept, language_alpha=sampler.language_alpha, dataset_alpha=sampler.dataset_alpha)
-    parts = [render_shares(rows), job.filtered.render(), estimate(job, world).render()]
+    parts = [*job.notes, render_shares(rows), job.filtered.render(), estimate(job, world).render()]
     return "\n\n".join([*parts, "Nothing was trained: leave out --dry-run to start."])
 
 

@@ -38,7 +38,8 @@ def decoder_flops(
     projection = audio * (config.audio_width * width + width * width) if config.block == "paper" else 0
     anchors = 0
     if config.anchors:
-        anchors = audio * config.audio_width * (5 * 256 + positions) + positions * config.audio_width * width
+        slices = config.anchor_parts * positions
+        anchors = audio * config.audio_width * (5 * 256 + slices) + slices * config.audio_width * width
     adapter = 0
     if config.adapter:
         heard = config.audio_width

@@ -69,6 +69,8 @@ def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
         )
     decoder = DiffusionDecoder(recipe.decoder)
     decoder.reset_parameters(torch.Generator().manual_seed(mix(recipe.seed, "decoder")))
+    if recipe.decoder.anchors:
+        torch.nn.init.constant_(decoder.anchors.norm.weight, recipe.anchor_size)
     if recipe.random_encoder is not None:
         return StartingPoint(decoder, random_encoder(recipe.random_encoder, recipe.seed), None)
     weights = load_whisper_weights(recipe.encoder)

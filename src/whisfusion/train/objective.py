@@ -53,13 +53,13 @@ class Objective(nn.Module):
         self.languages = languages
         self._losses = torch.compile(head_losses, dynamic=True) if compiled else head_losses
 
-    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked) -> Terms:
-        """`heard_BT` is None where every audio position counts."""
+    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked, ahead: Tensor | None = None) -> Terms:
+        """`heard_BT` is None where every audio position counts; `ahead` is the decoder's."""
         decoder, config = self.decoder, self.decoder.config
         memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
         # A canvas that is always full needs no mask, and attention without one is faster.
         canvas_BL = None if config.canvas.rule == "fixed" else masked.canvas_BL
-        states_BLD = decoder(masked.tokens_BL, memory, canvas_BL)
+        states_BLD = decoder(masked.tokens_BL, memory, canvas_BL, ahead)
         head_VD = decoder.embed.weight if config.tied else decoder.head.weight
         losses_R = self._losses(
             states_BLD.flatten(0, 1)[masked.where_R], head_VD, masked.targets_R, self.label_smoothing

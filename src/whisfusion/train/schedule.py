@@ -1,4 +1,4 @@
-"""What changes over a run: the learning rate, the mask ratios and the weight average's memory."""
+"""What changes over a run: learning rate, mask ratios, attention to what comes later, the average's memory."""
 
 import math
 
@@ -26,3 +26,10 @@ def ema_decay(recipe: Recipe, step: int) -> float:
     if not recipe.ema_ramp:
         return recipe.ema_decay
     return min(recipe.ema_decay, (step + 1) / (step + 1 + recipe.ema_ramp))
+
+
+def ahead(recipe: Recipe, step: int, steps: int) -> float:
+    """What is added to attention scores of later positions at step `step` (from 0) of `steps`."""
+    if not recipe.ahead_share:
+        return 0.0
+    return recipe.ahead * max(0.0, 1 - step / (recipe.ahead_share * steps))

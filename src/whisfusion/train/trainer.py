@@ -23,9 +23,12 @@ from whisfusion.train import schedule
 from whisfusion.train.capture import Captured
 from whisfusion.train.config import Recipe
 from whisfusion.train.ema import Ema
-from whisfusion.train.masking import BINS, Masked, mask_step
+from whisfusion.train.masking import BINS, Masked, mask_step, to_device
 from whisfusion.train.objective import Objective, Terms
 from whisfusion.train.parallel import Ranks, shard
+
+FRESH = ("adapter.", "anchors.")
+"""Parts of a decoder that no published model has."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.decoder.parameters(), recipe.clip)
         self._totals[4] += norm.full_tensor() if isinstance(norm, DTensor) else norm
         for group in self.optimizer.param_groups:
-            group["lr"] = schedule.learning_rate(recipe, number, self.steps)
+            group["lr"] = group["rate"] * schedule.learning_rate(recipe, number, self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self._graphs)
         self.ema.update(schedule.ema_decay(recipe, number))
@@ -150,6 +153,10 @@ class Trainer:
     def _backward(self, batch: Batch, masked: Masked, counts: Tensor) -> Terms:
         """Add to the gradients what this micro-batch asks for."""
         inputs = {"mel_BMF": batch.mel_BMF, "frames_B": batch.frames_B, "counts": counts}
+        if self.recipe.ahead:
+            inputs["ahead"] = to_device(
+                torch.tensor(schedule.ahead(self.recipe, self.step_number, self.steps)), self.ranks.device
+            )
         return Terms(*self._work(inputs | vars(masked)))
 
     def _compute(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -158,7 +165,7 @@ class Trainer:
         masked = Masked(**{field.name: inputs[field.name] for field in fields(Masked)})
         audio_BTD, heard_BT = self.hear(inputs["mel_BMF"], inputs["frames_B"], masked.augment_BN)
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-            terms = self.objective(audio_BTD, heard_BT, masked)
+            terms = self.objective(audio_BTD, heard_BT, masked, inputs.get("ahead"))
         # Sharding averages gradients over the ranks, so a sum over them takes their number as a factor.
         utterances, languages = (self.ranks.world / inputs["counts"].clamp(min=1)).unbind()
         loss = terms.diffusion + recipe.quantity_weight * terms.quantity + recipe.ctc_weight * terms.ctc
@@ -176,13 +183,27 @@ class Trainer:
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with decay on matrices and embeddings alone: to pull norms and biases to 0 regularises nothing."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+    """AdamW with decay on matrices and embeddings alone: to pull norms and biases to 0 regularises nothing.
+
+    A group's `rate` is how many times the schedule's learning rate it learns at.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((name.startswith(FRESH), parameter.dim() > 1), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "weight_decay": recipe.weight_decay if matrix else 0.0,
+                "rate": recipe.fresh_rate if fresh else 1.0,
+            }
+            for (fresh, matrix), parameters in groups.items()
+        ],
+        lr=recipe.learning_rate,
+        betas=recipe.betas,
+        fused=True,
+    )
 
 
 def prepare_blocks(blocks: nn.ModuleList, *, compiled: bool, checkpointed: bool = False) -> None:

@@ -1,0 +1,260 @@
+"""Speed by the paper's protocol: both engines, batches, candidates and reranking; Whisper by Hugging Face beside it.
+
+    python benchmarks/rtfx.py [--data MANIFEST...] [--out benchmarks/results/rtfx.json]
+    python benchmarks/rtfx.py --peers --lengths [--out benchmarks/results/rtfx_peers.json]
+
+Random weights of full size unless told otherwise: speed does not depend on them. Each candidate is then cut at its
+reference's token count, and selection runs on reference texts with 10 % random word errors. The cases that matter most
+come first, and results are written as they come: a run that is cut short keeps what it has. Writes JSON to --out, or
+prints it as one line; prints tables last.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whisfusion.data.manifest import read_manifest
+from whisfusion.data.table import text_table
+from whisfusion.decoder import Canvas
+from whisfusion.environment import machine, versions
+from whisfusion.evaluate import speed_set
+from whisfusion.evaluate.speed import EngineKind, Row, Stage, Subject, breakdown, random_subject
+from whisfusion.evaluate.speed_set import SpeedClip
+from whisfusion.loading import resolve_device, resolve_dtype
+from whisfusion.pdd import PDDOptions
+from whisfusion.tokenizer import get_tokenizer
+from whisfusion.train.flops import matrix_peak
+
+FOLLOW = Canvas("follow", 224)
+LENGTHS = (8, 16, 32, 64, 96, 128, 160, 184)
+"""Tokens of the transcripts in the comparison by length; all of 30 s of audio."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    engine: EngineKind
+    batch: int
+    k: int
+    rerank: bool = False
+    canvas: str = "own"
+    window: str = "own"
+    every: int = 1
+    """Only every so many of the clips: the slow path would take minutes."""
+
+
+def cases(eager_every: int) -> list[Case]:
+    """The lines of the table, those with a target first."""
+    first = [
+        Case("eager", 1, 5),
+        Case("graph", 1, 5),
+        Case("graph", 32, 5),
+        Case("graph", 32, 5, canvas="follow"),
+        Case("graph", 1, 15),
+        Case("graph", 1, 5, rerank=True),
+        Case("graph", 32, 5, canvas="follow", window="clip"),
+    ]
+    engines: list[tuple[EngineKind, int]] = [("graph", 1), ("eager", eager_every)]
+    rest = [
+        Case(engine, batch, k, rerank, every=every)
+        for engine, every in engines
+        for batch in (1, 8, 32)
+        for k in (1, 5, 15)
+        for rerank in ((False, True) if k > 1 else (False,))
+    ]
+    known = {(c.engine, c.batch, c.k, c.rerank) for c in first if c.canvas == "own"}
+    return first + [c for c in rest if (c.engine, c.batch, c.k, c.rerank) not in known]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", default=[], help="manifests to build the set from; else it is made up")
+    parser.add_argument("--shape", default="paper", help="paper (default), trial or tiny")
+    parser.add_argument("--per_bin", type=int, default=speed_set.PER_BIN, help="clips in each of the six bins")
+    parser.add_argument("--eager_every", type=int, default=4, help="the eager path hears every so many clips")
+    parser.add_argument("--budget_s", type=float, default=400, help="begin no case after so many seconds")
+    parser.add_argument("--peers", action="store_true", help="Whisper by Hugging Face's generate, instead of ours")
+    parser.add_argument("--peer_every", type=int, default=8, help="the peers hear every so many clips")
+    parser.add_argument("--lengths", action="store_true", help="cost against the length of the transcript")
+    parser.add_argument("--plot", type=Path, help="a plot of --lengths (needs matplotlib)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def make_clips(args: argparse.Namespace) -> tuple[list[SpeedClip], str]:
+    """The set, and where it is from."""
+    if args.data:
+        try:
+            chosen = speed_set.choose(read_manifest(*args.data), per_bin=args.per_bin)
+            joined = sum(len(pieces) > 1 for pieces in chosen)
+            names = ", ".join(sorted({Path(path).name for path in args.data}))
+            return speed_set.load(chosen), f"{names}; {joined} of the clips are joined from several"
+        except ImportError as error:
+            print(f"{error}: a made-up set instead of the manifests", file=sys.stderr)
+    return speed_set.made_up(per_bin=args.per_bin), "made up: noise, and random words at 2.7 a second"
+
+
+def ours(args: argparse.Namespace, subject: Subject, clips: list[SpeedClip]) -> Iterator[tuple[Row, Row]]:
+    """Each case's row with the spectrogram outside the timer, and with it inside."""
+    since = time.perf_counter()
+    stages: dict[tuple[str, str, str, int], Stage] = {}
+    for case in cases(args.eager_every):
+        if time.perf_counter() - since > args.budget_s:
+            print(f"no time left for {case}", file=sys.stderr)
+            continue
+        key = (case.engine, case.canvas, case.window, case.every)
+        if key not in stages:
+            arranged = subject.arranged(
+                canvas=FOLLOW if case.canvas == "follow" else None,
+                window="clip" if case.window == "clip" else None,
+            )
+            stages[key] = Stage(arranged, case.engine, clips[:: case.every], capture=args.capture)
+        rows = stages[key].measure(batch=case.batch, pdd=PDDOptions(candidates=case.k), rerank=case.rerank)
+        print(json.dumps(rows[0].to_dict()), flush=True)
+        yield rows
+
+
+def breakdowns(subject: Subject, clips: list[SpeedClip], peak: float | None) -> list[dict]:
+    found = []
+    for batch in (1, 32):
+        windows = Stage(subject, "eager", clips).batches(batch)[len(clips) // batch // 2]
+        stages = breakdown(subject, windows, PDDOptions(), rerank=True, peak=peak)
+        found.append({"batch": batch, "k": 5, "stages": stages})
+    return found
+
+
+def lengths(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds for 30 s of speech, by how much was said in it, one utterance at a time."""
+    import peers
+
+    rows = []
+    words = speed_set.made_up(per_bin=1)[-1].text.split()
+    samples = speed_set.made_up(per_bin=1)[-1].samples
+    whispers = {name: peers.Peer(name, subject.model, args.shape) for name in peers.NAMES}
+    clips = []
+    for tokens in LENGTHS:
+        text = words * 9
+        while len(get_tokenizer().encode(" ".join(text))) > tokens:
+            text.pop()
+        clips.append(SpeedClip(samples, " ".join(text), "en"))
+    stage = Stage(subject, "graph", clips, capture=args.capture)
+    for tokens, clip in zip(LENGTHS, clips, strict=True):
+        stage.clips = [clip] * 8
+        row, _ = stage.measure(batch=1, pdd=PDDOptions(), rerank=False)
+        rows.append({"model": subject.name, "tokens": tokens, "ms": row.ms})
+        for name, peer in whispers.items():
+            rows.append({"model": name, "tokens": tokens, "ms": round(peer.milliseconds([clip], [tokens]), 2)})
+        print(json.dumps(rows[-3:]), flush=True)
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        points = [(row["tokens"], row["ms"]) for row in rows if row["model"] == model]
+        axes.plot(*zip(*points, strict=True), marker="o", label=model)
+    axes.set(xlabel="tokens of the transcript (30 s of audio)", ylabel="ms an utterance", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def table(rows: list[Row], with_mel: list[Row | None]) -> str:
+    header = ("model", "engine", "batch", "K", "N", "canvas", "window", "rerank", "ms", "RTFx", "ms with mel")
+    return text_table(
+        header,
+        [
+            (
+                *(str(x) for x in (row.model, row.engine, row.batch, row.k, row.n, row.canvas, row.window_s)),
+                "yes" if row.rerank else "",
+                f"{row.ms:.2f}",
+                f"{row.rtfx:,.0f}",
+                "" if inside is None else f"{inside.ms:.2f}",
+            )
+            for row, inside in zip(rows, with_mel, strict=True)
+        ],
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    device = resolve_device(args.device)
+    args.capture = device.type == "cuda"
+    subject = random_subject(args.shape, device, resolve_dtype(args.dtype, device))
+    clips, source = make_clips(args)
+    peak = matrix_peak(device)
+    result: dict[str, Any] = {
+        "benchmark": "rtfx",
+        "clips": len(clips),
+        "mean_seconds": round(statistics.fmean(clip.seconds for clip in clips), 2),
+        "set": source,
+        "weights": "random",
+        "eager_hears_every": args.eager_every,
+        "matrix_peak_tflops": None if peak is None else round(peak / 1e12, 1),
+        "rows": [],
+        "rows_with_mel": [],
+        "machine": machine(str(device)),
+        "versions": versions(),
+        "seed": 0,
+        "command": "python benchmarks/rtfx.py " + " ".join(_shown(argv)),
+    }
+
+    def keep() -> None:
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+    rows: list[Row] = []
+    with_mel: list[Row | None] = []
+    if args.peers:
+        import peers
+
+        for row in peers.measure(args.shape, subject.model, clips[:: args.peer_every], device):
+            rows.append(row)
+            with_mel.append(None)
+            result["rows"].append(row.to_dict())
+            keep()
+    else:
+        for outside, inside in ours(args, subject, clips):
+            rows.append(outside)
+            with_mel.append(inside)
+            result["rows"].append(outside.to_dict())
+            result["rows_with_mel"].append(inside.to_dict())
+            keep()
+        result["breakdown"] = breakdowns(subject, clips, peak)
+    if args.lengths:
+        result["lengths"] = lengths(subject, args)
+        keep()
+        if args.plot:
+            plot(result["lengths"], args.plot)
+    keep()
+    if not args.out:
+        print(json.dumps(result))
+    for part in result.get("breakdown", []):
+        stages = [(s["stage"], f"{s['ms']:.3f}", f"{s['tflop']:.3f}", str(s["of_matrix_peak"])) for s in part["stages"]]
+        print(f"\nbatch {part['batch']}, K = {part['k']}\n" + text_table(("stage", "ms", "TFLOP", "of peak"), stages))
+    print(f"\n{len(clips)} clips of {result['mean_seconds']} s on average ({source})")
+    if rows:
+        print(table(rows, with_mel))
+
+
+def _shown(argv: list[str] | None) -> list[str]:
+    """The arguments without folders, which are nobody else's."""
+    return [Path(word).name if "/" in word else word for word in (sys.argv[1:] if argv is None else argv)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# The bundled model, from manifests to a model folder. On one H200 it takes about half an hour of GPU time for each
+# 25,000 steps; everything is resumed or skipped where it is already done.
+#
+#   runs/base.sh SPEECH TEXT OUT
+#
+# SPEECH  train/ and dev/ with manifests and shards as `whisfusion data check` reads them:
+#           librispeech-en    LibriSpeech train-clean-5 and part of train-clean-100, CC BY 4.0
+#           commonvoice-en    Mozilla Common Voice, CC0
+#           commonvoice-zh    Mozilla Common Voice, CC0
+#           ljspeech-en       part of LJ Speech, public domain
+#           kerstin-de        Kerstin voice dataset, CC0
+#         and pseudo/: 139 h of Common Voice English (CC0) with Whisper-small's words as text
+# TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
+# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), espeak-ng (eSpeak NG).
+set -euo pipefail
+speech=$(realpath "$1") text=$(realpath "$2") out=$(realpath -m "$3")
+stage1=${STAGE1_STEPS:-25000} stage2=${STAGE2_STEPS:-5000}
+evaluation=("$speech/test" "$speech/dev" "$(dirname "$0")/../examples/examples.jsonl")
+mkdir -p "$out"
+cd "$out"
+
+# LibriSpeech is in capitals: Whisper-base lends it case and punctuation where its words agree.
+whisfusion pull whisper-base
+mkdir -p train
+if [ ! -e train/librispeech-en.jsonl ]; then
+    whisfusion evaluate whisper-base --system whisper --data "$speech/train/librispeech-en.jsonl" --out written.jsonl
+    whisfusion data restore "$speech/train/librispeech-en.jsonl" --written written.jsonl --out train/librispeech-en.jsonl
+fi
+
+# Silence, noise and music; and speech where nobody was recorded.
+[ -e nothing ] || whisfusion data nothing --hours 1 --out nothing
+speak() { # language, engine, hours, voices held out for tuning
+    [ -e "synthetic/$1-$2" ] || whisfusion data synthesise "$text/$1.txt.xz" --language "$1" --engine "$2" --hours "$3" \
+        --held_out_voices "$4" --held_out_sentences 40 --against "${evaluation[@]}" --out "synthetic/$1-$2"
+}
+speak de pico 6 2
+for language in es fr it; do speak $language pico 5 2; done
+for language in nl pl pt ko zh; do speak $language espeak 3 3; done
+speak en pico 2 4
+speak ja jtalk 2 2
+
+data=(train "$speech"/train/{commonvoice-en,commonvoice-zh,ljspeech-en,kerstin-de}.jsonl "$speech/pseudo" nothing synthetic/*/)
+dev=("$speech/dev" synthetic/*/heldout)
+train() { # name, recipe, more
+    local name=$1 recipe=$2
+    shift 2
+    if [ -e "$name/model" ]; then return; fi
+    if [ -e "$name/config.json" ]; then
+        whisfusion train --resume --out "$name"
+    else
+        whisfusion train --recipe "$recipe" --data "${data[@]}" --dev "${dev[@]}" --out "$name" "$@"
+    fi
+}
+train stage1 base_stage1 --steps "$stage1"
+train stage2 base_stage2 --init_from stage1/model --steps "$stage2"
+train stage2_uniform base_stage2_uniform --init_from stage1/model --steps "$stage2"
+
+whisfusion export stage2/model --out base --int8 --encoder --file_mib 44
+for run in stage1/model stage2_uniform/model base; do
+    for set in "$speech"/test/*.jsonl; do
+        for steps in 1 2 3; do
+            name=hypotheses/${run%/model}/$(basename "$set" .jsonl)-n$steps.jsonl
+            mkdir -p "$(dirname "$name")"
+            [ -e "$name" ] || whisfusion evaluate "$run" --data "$set" --out "$name" -k 5 -n $steps --batch_size 64
+        done
+    done
+done

@@ -1,0 +1,62 @@
+"""whisfusion export: a model folder in another form, as it is handed on."""
+
+from whisfusion.cli.decoding import add_pdd_options, pdd_arguments
+from whisfusion.cli.parser import Arguments, Commands, checked
+
+
+def add(commands: Commands) -> None:
+    """Describe `whisfusion export`."""
+    parser = commands.add(
+        "export",
+        "write a model folder in the form in which it is handed on",
+        run,
+        description="Write a model folder again: as int8, with its encoder, in files that are not too large, with\n"
+        "other settings for decoding. What is not said stays as it is.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model's name or folder")
+    parser.add_argument("--out", metavar="FOLDER", required=True)
+    parser.add_argument("--int8", action="store_true", help="matrices as whole numbers, with a scale per row")
+    parser.add_argument("--encoder", action="store_true", help="with the encoder, so that nothing else is needed")
+    parser.add_argument(
+        "--file_mib",
+        type=checked(float, lambda size: size > 0, "more than 0"),
+        default=4096.0,
+        metavar="MIB",
+        help="the largest that a file of weights may be, where no single tensor is larger (default 4096)",
+    )
+    parser.add_argument(
+        "--experimental",
+        metavar="LANGUAGE,...",
+        help="languages to mark as experimental: too often misheard, or never measured",
+    )
+    group = parser.add_argument_group("decoding", "The model's own settings, for whoever gives none.")
+    add_pdd_options(group)
+
+
+def run(arguments: Arguments) -> int:
+    """Read, write, and say where."""
+    from dataclasses import replace
+
+    import torch
+
+    from whisfusion import checkpoint, hub
+    from whisfusion.transcriber import override_options
+
+    model = checkpoint.load(hub.resolve(arguments.model), dtype=torch.float32)
+    config = model.config
+    if arguments.experimental is not None:
+        config = replace(config, experimental=tuple(arguments.experimental.split(",")))
+    folder = checkpoint.save(
+        arguments.out,
+        config,
+        model.decoder.state_dict(),
+        encoder=model.encoder.state_dict() if arguments.encoder else None,
+        generation=override_options(model.generation, pdd_arguments(arguments)),
+        int8=arguments.int8,
+        file_bytes=int(arguments.file_mib * 2**20),
+    )
+    if model.vocabulary is not None:
+        checkpoint.add_vocabulary(folder, model.vocabulary)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {size / 1e6:.1f} MB")
+    return 0

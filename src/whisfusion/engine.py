@@ -1,0 +1,510 @@
+"""The fast engine: from samples to candidates without the host in between, replayed as CUDA graphs.
+
+The same mathematics as the plain path of `systems`, in shapes that are known beforehand: batches are filled up to one
+of a few sizes, logits are computed for every position, and nothing waits for a result. On a GPU each set of shapes is
+captured once, on first use, and from then on is one launch; elsewhere the same code runs directly, for tests.
+
+Letters: B windows, K candidates, N steps, L canvas positions, M mel bins, F frames, T audio positions, D width,
+R = B * K * L rows, V vocabulary, X lists of tokens, P prompt.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from whisfusion import kernels
+from whisfusion.blocks import Rotation
+from whisfusion.checkpoint import Model
+from whisfusion.encoder import audio_mask
+from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, padded_rows
+from whisfusion.kernels import Lists
+from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
+from whisfusion.pdd import Candidate, PDDOptions, Step, batch_uniforms, collect, denoise, empty_canvas
+from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, PROMPT_LENGTH, SAMPLEABLE, embedding_rows, get_tokenizer
+from whisfusion.transcriber import DecodingOptions, Window
+from whisfusion.whisper import WhisperDecoder
+
+_log = logging.getLogger(__name__)
+
+_LANGUAGE_POSITION = 1
+_FRAMES = 128
+"""Windows of a clip's own size are filled up to a multiple of this: fewer shapes, and keys in whole tiles."""
+_ROWS_AT_ONCE = 8192
+"""Logits over the vocabulary exist for this many positions at a time: 0.8 GB in bf16."""
+_WARMUPS = 2
+"""Runs before capture: kernels are compiled and libraries set themselves up in them."""
+_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention kernels, the fastest on Hopper first; each call takes the first that can do it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides which kernels run: one graph for each."""
+
+    rows: int
+    """B, filled up."""
+    frames: int
+    """F, filled up."""
+    positions: int
+    """L: the longest canvas of the batch."""
+    pdd: PDDOptions
+    detect: bool
+    """Whether the language of some is to be found out."""
+    rerank: bool
+    trace: bool
+
+    def __str__(self) -> str:
+        words = f"{self.rows} x {self.frames / 100:g} s, canvas {self.positions}, K = {self.pdd.candidates}"
+        return words + ", rerank" * self.rerank
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What the engine made of a batch."""
+
+    candidates: list[list[Candidate]]
+    languages: list[str]
+    canvas_B: list[int]
+    steps: list[Step]
+    likelihoods: list[list[float]] | None
+    """Of every candidate, to Whisper, where reranking was asked for."""
+
+
+class GraphEngine:
+    """Runs one model. Safe to use from several threads, one batch at a time."""
+
+    def __init__(self, model: Model, *, capture: bool = True) -> None:
+        """`capture`: whether work is replayed from graphs, which needs a GPU."""
+        self.model = model
+        self.mark: Callable[[str], None] = lambda stage: None
+        """Called as each stage of the work ends; a benchmark may put its clock here before the first batch."""
+        encoder, decoder = model.encoder, model.decoder
+        self._device, self._dtype = encoder.positions.device, encoder.positions.dtype
+        self._encoder = FusedEncoder(encoder)
+        self._decoder = FusedStack(decoder.blocks, decoder.norm)
+        self._head_VD = padded_rows(decoder.output_weight[:SAMPLEABLE])
+        tokenizer = get_tokenizer()
+        self._language_ids_X = self._tensor([tokenizer.language_id(code) for code in model.config.languages])
+        self._lists = _lists(model, self._device)
+        self._scorer: _Scorer | None = None
+        self._rotations: dict[int, Rotation] = {}
+        self._graphs = _Graphs() if capture else None
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        batch: Sequence[Window],
+        options: DecodingOptions,
+        scorer: WhisperDecoder | None = None,
+        *,
+        mel_BMF: Tensor | None = None,
+    ) -> Callable[[dict[str, float]], Decoding]:
+        """Begin a batch; what is returned waits for it, and adds each stage's seconds to the dict given.
+
+        scorer: Whisper's decoder, where candidates are to be reranked. mel_BMF: what `hear` made of the batch, if it
+        has been asked already.
+        """
+        plan = self.plan(batch, options, rerank=scorer is not None)
+        with self._lock:
+            if scorer is not None and (self._scorer is None or self._scorer.decoder is not scorer):
+                self._scorer = _Scorer(scorer)
+            clock = _Clock(self._device)
+            if mel_BMF is None:
+                mel_BMF = self.hear(plan, *self.upload_samples(plan, batch))
+                clock.lap("mel")
+            result = self.decode(plan, {"mel_BMF": mel_BMF, **self.upload(plan, batch)})
+            host = {name: _to_host(value) for name, value in result.items()}
+            clock.lap("decode")
+        canvas_B = self._canvas(batch)
+
+        def wait(timings: dict[str, float]) -> Decoding:
+            clock.wait(timings)
+            return _decoding({name: value[: len(batch)] for name, value in host.items()}, canvas_B)
+
+        return wait
+
+    def plan(self, batch: Sequence[Window], options: DecodingOptions, *, rerank: bool = False) -> Plan:
+        """The shapes that a batch needs."""
+        frames = MAX_FRAMES
+        if self.model.config.window == "clip":
+            longest = max(clip_frames(len(window.samples)) for window in batch)
+            frames = min(MAX_FRAMES, -(-longest // _FRAMES) * _FRAMES)
+        return Plan(
+            rows=1 << (len(batch) - 1).bit_length(),
+            frames=frames,
+            positions=max(self._canvas(batch)),
+            pdd=options.pdd,
+            detect=any(window.language is None for window in batch),
+            rerank=rerank,
+            trace=options.trace,
+        )
+
+    def upload_samples(self, plan: Plan, batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
+        """Samples (B, 160 F) and each clip's own frames (B), on their way to the device."""
+        samples_BN = self._host_zeros(plan.rows, plan.frames * HOP)
+        for row_N, window in zip(samples_BN.numpy(), batch, strict=False):
+            row_N[: len(window.samples)] = window.samples
+        own = [clip_frames(len(window.samples)) for window in batch]
+        frames = own if self.model.config.window == "clip" else [plan.frames] * len(batch)
+        return self._upload(samples_BN), self._tensor(_filled(frames, plan.rows))
+
+    def upload(self, plan: Plan, batch: Sequence[Window]) -> dict[str, Tensor]:
+        """All that `decode` needs besides the spectrogram."""
+        tokenizer = get_tokenizer()
+        canvas_B = self._canvas(batch)
+        uniforms_BKN2L = self._host_zeros(plan.rows, plan.pdd.candidates, plan.pdd.steps, 2, plan.positions)
+        uniforms_BKN2L[: len(batch)] = batch_uniforms(
+            [window.seed for window in batch], canvas_B, plan.pdd, plan.positions
+        )
+        prompts = [tokenizer.prompt(window.language or self.model.config.languages[0]) for window in batch]
+        inputs = {
+            "uniforms_BKN2L": self._upload(uniforms_BKN2L),
+            "canvas_B": self._tensor(_filled(canvas_B, plan.rows)),
+            "prompts_BP": self._tensor(_filled(prompts, plan.rows)),
+        }
+        if self.model.config.window == "clip":
+            inputs["frames_B"] = self._tensor(
+                _filled([clip_frames(len(window.samples)) for window in batch], plan.rows)
+            )
+        if plan.detect:
+            inputs["unknown_B"] = self._tensor(_filled([window.language is None for window in batch], plan.rows))
+        return inputs
+
+    def hear(self, plan: Plan, samples_BN: Tensor, frames_B: Tensor) -> Tensor:
+        """Samples to the log-mel spectrogram (B, M, F); overwritten by the next batch of this shape."""
+
+        def work(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            mel_BMF = log_mel_of_padded(inputs["samples"], inputs["frames"], n_mels=self.model.config.encoder.mels)
+            return {"mel": mel_BMF.to(self._dtype)}
+
+        inputs = {"samples": samples_BN, "frames": frames_B}
+        return self._run(("mel", plan.rows, plan.frames), work, inputs)["mel"]
+
+    def decode(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Spectrogram to candidates; results are overwritten by the next batch of this plan."""
+        if self._graphs is not None and plan not in self._graphs:
+            _log.info("getting ready for %s: this happens once", plan)
+        return self._run(plan, lambda values: self._work(plan, values), inputs)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        key: Hashable,
+        work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+        inputs: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        attention: AbstractContextManager = nullcontext()
+        if self._device.type == "cuda":
+            attention = sdpa_kernel(_BACKENDS, set_priority=True)
+        with attention:
+            return work(inputs) if self._graphs is None else self._graphs(key, work, inputs)
+
+    def _work(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Everything from the spectrogram on, without a look at any value."""
+        self.mark("start")
+        decoder, mel_BMF, canvas_B = self.model.decoder, inputs["mel_BMF"], inputs["canvas_B"]
+        heard_BT = None
+        if "frames_B" in inputs:
+            heard_BT = audio_mask(inputs["frames_B"], mel_BMF.shape[2] // 2)
+        audio_BTD = self._encoder(mel_BMF, heard_BT)
+        self.mark("encode")
+        memory_BTD, own = decoder.prepare(audio_BTD, heard_BT, positions=plan.positions, canvas_B=canvas_B)
+        audio = self._decoder.listen(memory_BTD, own.heard_BT)
+        position_L = torch.arange(plan.positions, device=mel_BMF.device)
+        canvas_BL = None
+        if plan.rows > 1 and self.model.config.decoder.canvas.rule == "follow":
+            canvas_BL = position_L < canvas_B[:, None]
+        states = _States(self, audio, own.anchors_BLD, canvas_BL)
+        self.mark("memory")
+
+        prompts_BP = inputs["prompts_BP"]
+        if plan.detect:
+            prompts_BP = self._detect(states, prompts_BP, inputs["unknown_B"], plan.positions)
+        tokens_B1L, writable_B1L = empty_canvas(prompts_BP, canvas_B, plan.positions)
+        write = _Writer(self, states, prompts_BP, plan.pdd.temperature)
+        tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, inputs["uniforms_BKN2L"], plan.pdd)
+        result = {"tokens": tokens_BKL.int(), "logprobs": logprobs_BKL, "languages": prompts_BP[:, _LANGUAGE_POSITION]}
+        if plan.trace:
+            for number, step in enumerate(steps):
+                parts = {"masked": step.masked_BKL, "tokens": step.tokens_BKL, "logprobs": step.logprobs_BKL}
+                result |= {f"{name} {number}": value.contiguous() for name, value in parts.items()}
+        if plan.rerank:
+            assert self._scorer is not None
+            result["likelihoods"] = self._scorer(audio_BTD, heard_BT, prompts_BP, tokens_BKL)
+            self.mark("rerank")
+        return result
+
+    def _detect(self, states: "_States", prompts_BP: Tensor, unknown_B: Tensor, positions: int) -> Tensor:
+        """One look at an empty canvas whose language is masked too, for those whose language is unknown."""
+        tokens_B1L = torch.full((len(prompts_BP), 1, positions), MASK, device=prompts_BP.device)
+        tokens_B1L[:, 0, :PROMPT_LENGTH] = prompts_BP
+        tokens_B1L[:, 0, _LANGUAGE_POSITION] = MASK
+        states_BD = states(tokens_B1L)[:, _LANGUAGE_POSITION]
+        logits_BX = F.linear(states_BD, self.model.decoder.output_weight[self._language_ids_X])
+        found_B = self._language_ids_X[logits_BX.argmax(1)]
+        prompts_BP = prompts_BP.clone()
+        prompts_BP[:, _LANGUAGE_POSITION] = torch.where(unknown_B, found_B, prompts_BP[:, _LANGUAGE_POSITION])
+        return prompts_BP
+
+    def rotation(self, positions: int) -> Rotation | None:
+        """Rotary angles of so many positions, if the blocks want them."""
+        config = self.model.decoder.config
+        if config.block != "paper":
+            return None
+        if positions not in self._rotations:
+            self._rotations[positions] = Rotation.of(
+                positions, config.width // config.heads, config.rope_base, self._device
+            )
+        return self._rotations[positions]
+
+    def _canvas(self, batch: Sequence[Window]) -> list[int]:
+        return [self.model.config.decoder.canvas.positions(window.seconds) for window in batch]
+
+    def _host_zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, pin_memory=self._device.type == "cuda")
+
+    def _upload(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
+
+    def _tensor(self, values: Sequence) -> Tensor:
+        """A small tensor on the device; what is pinned does not make the host wait."""
+        host = torch.tensor(values)
+        return self._upload(host.pin_memory() if self._device.type == "cuda" else host)
+
+
+class _States:
+    """The decoder listening to a batch: hidden states of canvases."""
+
+    def __init__(self, engine: GraphEngine, audio: Audio, anchors_BLD: Tensor | None, canvas_BL: Tensor | None) -> None:
+        self._engine, self._audio, self._anchors_BLD, self._canvas_BL = engine, audio, anchors_BLD, canvas_BL
+
+    def __call__(self, tokens_BKL: Tensor) -> Tensor:
+        """States (B * K, L, D)."""
+        engine, decoder = self._engine, self._engine.model.decoder
+        x_GLD = decoder.inputs(tokens_BKL.flatten(0, 1), self._anchors_BLD)
+        canvas_GL = self._canvas_BL
+        if canvas_GL is not None:
+            canvas_GL = canvas_GL[:, None].expand(tokens_BKL.shape).flatten(0, 1)
+        states_GLD = engine._decoder(
+            x_GLD,
+            self._audio,
+            self_bias=attention_bias(canvas_GL, x_GLD.dtype),
+            rotation=engine.rotation(tokens_BKL.shape[2]),
+        )
+        return states_GLD.roll(1, dims=1) if decoder.reads_ahead else states_GLD
+
+
+class _Writer:
+    """Writes wanted positions (`pdd.Write`): logits for all, draws for those that are wanted."""
+
+    def __init__(self, engine: GraphEngine, states: _States, prompts_BP: Tensor, temperature: float) -> None:
+        self._engine, self._states, self._temperature = engine, states, temperature
+        self._end_1 = torch.full((1,), ENDOFTEXT, device=prompts_BP.device)
+        self._list_B = None
+        if engine._lists is not None:
+            self._list_B = engine._lists[1][prompts_BP[:, _LANGUAGE_POSITION]]
+        self._step = 0
+
+    def __call__(
+        self, tokens_BKL: Tensor, wanted_BKL: Tensor, logprobs_BKL: Tensor, ends_BKL: Tensor, uniforms_BKL: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, log-probabilities and endoftext's, for as many candidates as there are uniforms."""
+        engine, draws = self._engine, uniforms_BKL.shape[1] // tokens_BKL.shape[1]
+        self._step += 1
+        states_RD = self._states(tokens_BKL).flatten(0, 1)
+        engine.mark(f"step {self._step}")
+        uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1).reshape(-1, draws)
+        wanted_R = wanted_BKL.reshape(-1)
+        list_R = None
+        if self._list_B is not None:
+            list_R = self._list_B[:, None].expand(-1, tokens_BKL[0].numel()).reshape(-1)
+        parts = []
+        for first in range(0, len(states_RD), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            logits_RV = F.linear(states_RD[rows], engine._head_VD)
+            parts.append(
+                kernels.draw(
+                    logits_RV,
+                    uniforms_RC[rows],
+                    self._temperature,
+                    self._end_1.expand(len(logits_RV)),
+                    vocabulary=SAMPLEABLE,
+                    wanted_R=wanted_R[rows],
+                    lists=None if engine._lists is None or list_R is None else Lists(engine._lists[0], list_R[rows]),
+                )
+            )
+        drawn = [torch.cat(values) if len(values) > 1 else values[0] for values in zip(*parts, strict=True)]
+        ids_RC, new_RC, end_R = drawn
+        engine.mark(f"head {self._step}")
+
+        def candidates(values_RC: Tensor) -> Tensor:
+            """(R, draws) of canvases that stand for several candidates, or (R, 1), as (B, K, L)."""
+            values = values_RC.unflatten(0, tokens_BKL.shape).movedim(-1, 2)
+            return values.expand(-1, -1, draws, -1).flatten(1, 2)
+
+        wanted_BKL = candidates(wanted_R[:, None])
+        return (
+            torch.where(wanted_BKL, candidates(ids_RC), candidates(tokens_BKL.reshape(-1, 1))),
+            torch.where(wanted_BKL, candidates(new_RC), logprobs_BKL),
+            torch.where(wanted_BKL, candidates(end_R[:, None]), ends_BKL),
+        )
+
+
+class _Scorer:
+    """Whisper's decoder reading finished candidates: `whisper.log_likelihood` in shapes known beforehand."""
+
+    def __init__(self, decoder: WhisperDecoder) -> None:
+        self.decoder = decoder
+        self._stack = FusedStack(decoder.blocks, decoder.norm)
+        self._head_VD = padded_rows(decoder.embed.weight)
+        rows = [-1 if row is None else row for row in embedding_rows(decoder.config.vocab_size)]
+        self._rows = torch.tensor(rows, device=decoder.embed.weight.device)
+
+    def __call__(self, audio_BTD: Tensor, heard_BT: Tensor | None, prompts_BP: Tensor, tokens_BKL: Tensor) -> Tensor:
+        """Mean log-probability (B, K) of each candidate's tokens and endoftext."""
+        # What was written has the same ids in every Whisper; prompts have not.
+        text_GL = tokens_BKL[..., PROMPT_LENGTH:].flatten(0, 1)
+        prompts_GP = self._rows[prompts_BP][:, None].expand(-1, tokens_BKL.shape[1], -1).flatten(0, 1)
+        tokens_GL = torch.cat((prompts_GP, text_GL), 1)
+        targets_GL = F.pad(text_GL, (0, 1), value=ENDOFTEXT)
+        x_GLD = self.decoder.embed(tokens_GL) + self.decoder.positions[: tokens_GL.shape[1]]
+        states_GLD = self._stack(x_GLD, self._stack.listen(audio_BTD, heard_BT), causal=True)
+        states_RD = states_GLD[:, PROMPT_LENGTH - 1 :].reshape(-1, x_GLD.shape[2])
+        # Padding after the first endoftext does not count.
+        ends_GL = targets_GL == ENDOFTEXT
+        scored_GL = (ends_GL.cumsum(1) - ends_GL.long()) == 0
+        targets_R, scored_R = targets_GL.reshape(-1), scored_GL.reshape(-1)
+        nothing_R1 = torch.zeros(len(targets_R), 1, device=targets_R.device)
+        parts = []
+        for first in range(0, len(states_RD), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            drawn = kernels.draw(
+                F.linear(states_RD[rows], self._head_VD),
+                nothing_R1[rows],
+                0.0,
+                targets_R[rows],
+                vocabulary=self.decoder.config.vocab_size,
+                wanted_R=scored_R[rows],
+            )
+            parts.append(drawn.target_logprobs_R)
+        logprobs_GL = torch.cat(parts).view_as(scored_GL).masked_fill(~scored_GL, 0.0)
+        return (logprobs_GL.sum(1) / scored_GL.sum(1)).view(tokens_BKL.shape[:2])
+
+
+class _Graphs:
+    """Work by key: captured when it is first met, replayed from then on."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[torch.cuda.CUDAGraph, dict[str, Tensor], dict[str, Tensor]]] = {}
+        # Graphs run one after another, so they can share the memory that they work in.
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def __call__(
+        self,
+        key: Hashable,
+        work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+        inputs: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        if key not in self._kept:
+            self._kept[key] = self._capture(work, inputs)
+        graph, static, outputs = self._kept[key]
+        for name, place in static.items():
+            place.copy_(inputs[name], non_blocking=True)
+        graph.replay()
+        return outputs
+
+    def _capture(
+        self, work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], inputs: Mapping[str, Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], dict[str, Tensor]]:
+        static = {name: value.clone() for name, value in inputs.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUPS):
+                work(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = work(static)
+        return graph, static, outputs
+
+
+class _Clock:
+    """Seconds between laps of one batch, on the GPU's own clock where there is one: nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._laps = [("", self._now())]
+
+    def _now(self) -> "torch.cuda.Event | float":
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, stage: str) -> None:
+        """What has passed since the last lap was `stage`."""
+        self._laps.append((stage, self._now()))
+
+    def wait(self, timings: dict[str, float]) -> None:
+        """Wait for the last lap, and add all to `timings`."""
+        last = self._laps[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
+        for (_, before), (stage, after) in zip(self._laps, self._laps[1:], strict=False):
+            if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                seconds = before.elapsed_time(after) / 1000
+            elif isinstance(before, float) and isinstance(after, float):
+                seconds = after - before
+            timings[stage] = timings.get(stage, 0.0) + seconds
+
+
+def _to_host(value: Tensor) -> Tensor:
+    """A copy on the host, complete when the device has come to it; what it was may be overwritten then."""
+    if not value.is_cuda:
+        return value.clone()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _filled(values: Sequence, rows: int) -> list:
+    """`values`, and the first again as often as it takes: a row more costs nothing but its time."""
+    return [*values, *[values[0]] * (rows - len(values))]
+
+
+def _decoding(host: Mapping[str, Tensor], canvas_B: list[int]) -> Decoding:
+    numbers = sorted(int(name.split()[1]) for name in host if name.startswith("masked "))
+    steps = [Step(host[f"masked {i}"], host[f"tokens {i}"], host[f"logprobs {i}"]) for i in numbers]
+    tokenizer = get_tokenizer()
+    return Decoding(
+        candidates=collect(host["tokens"], host["logprobs"], PROMPT_LENGTH, canvas_B),
+        languages=[tokenizer.language_of(token) for token in host["languages"].tolist()],
+        canvas_B=canvas_B,
+        steps=steps,
+        likelihoods=host["likelihoods"].tolist() if "likelihoods" in host else None,
+    )
+
+
+def _lists(model: Model, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Allowed tokens by list (X, V), and by language id the number of its list; None where all may be written."""
+    if not model.vocabulary:
+        return None
+    tokenizer = get_tokenizer()
+    allowed_XV = torch.zeros(1 + len(model.vocabulary), SAMPLEABLE, dtype=torch.uint8)
+    allowed_XV[0] = 1
+    list_of_id = torch.zeros(1 + max(tokenizer.language_id(code) for code in LANGUAGES), dtype=torch.int32)
+    for number, (language, ids) in enumerate(model.vocabulary.items(), 1):
+        allowed_XV[number, ids] = 1
+        list_of_id[tokenizer.language_id(language)] = number
+    return allowed_XV.to(device), list_of_id.to(device)

@@ -1,0 +1,81 @@
+"""What only a GPU can show of the fast engine: kernels that are compiled, work that is captured."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from whisfusion.engine import GraphEngine
+from whisfusion.evaluate.speed import Rehearsal, Subject, random_subject
+from whisfusion.pdd import PDDOptions
+from whisfusion.transcriber import DecodingOptions, Window
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# Relative error of features and states against float32: bf16 keeps 8 bits, through dozens of layers. The eager path has
+# the same; the engine may have this much more of it.
+MORE_THAN_EAGER = 1.3
+# Share of candidates with the very same text in float32, where only the order of sums differs.
+SAME_TEXTS = 0.95
+
+
+def subject_of(shape: str, dtype: torch.dtype) -> Subject:
+    """With opinions, and with candidates of its own."""
+    subject = random_subject(shape, torch.device("cuda"), dtype)
+    subject.model.decoder.norm.weight.mul_(40)
+    return dataclasses.replace(subject, random=False)
+
+
+def windows(*seconds: float) -> list[Window]:
+    rng = np.random.default_rng(0)
+    return [Window(rng.normal(0, 0.1, int(s * 16_000)).astype(np.float32), i, "en") for i, s in enumerate(seconds)]
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "trial"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        DecodingOptions(PDDOptions()),
+        DecodingOptions(PDDOptions(temperature=0.0)),
+        DecodingOptions(PDDOptions(remask="confidence", steps=4)),
+        DecodingOptions(PDDOptions(candidates=2, share_first_step=False), trace=True),
+        DecodingOptions(PDDOptions(), "rerank"),
+    ],
+)
+def test_graphs_write_what_the_plain_path_writes(shape, options):
+    subject = subject_of(shape, torch.float32)
+    plain, fast = Rehearsal(subject, None, []), Rehearsal(subject, GraphEngine(subject.model), [])
+    same, count = 0, 0
+    for batch in (windows(3.0), windows(7.0, 2.0, 5.0), windows(4.0, 2.5, 1.0)):
+        expected, found = plain.recognise(batch, options, {}), fast.start(batch, options, {})()
+        for one, other in zip(expected, found, strict=True):
+            pairs = zip(one.candidates, other.candidates, strict=True)
+            same += sum(a.text == b.text for a, b in pairs)
+            count += len(one.candidates)
+    assert same >= SAME_TEXTS * count
+
+
+@torch.no_grad()
+def test_bf16_features_are_as_near_to_float32_as_the_plain_paths():
+    exact = random_subject("trial", torch.device("cuda"), torch.float32).model
+    model = random_subject("trial", torch.device("cuda"), torch.bfloat16).model
+    engine = GraphEngine(model, capture=False)
+    mel_BMF = torch.randn(4, 80, 1024, device="cuda")
+    expected = exact.encoder(mel_BMF)
+    plain, fast = (hear(mel_BMF.bfloat16(), None) for hear in (model.encoder, engine._encoder))
+    assert relative(fast, expected) <= MORE_THAN_EAGER * relative(plain, expected)
+
+
+def test_a_replay_repeats_itself_and_batches_may_overlap():
+    subject = subject_of("trial", torch.bfloat16)
+    system = Rehearsal(subject, GraphEngine(subject.model), [])
+    options = DecodingOptions(PDDOptions())
+    batches = [windows(3.0, 2.0), windows(3.0, 2.9)]
+    apart = [system.start(batch, options, {})() for batch in batches]
+    begun = [system.start(batch, options, {}) for batch in batches]
+    assert [finish() for finish in begun] == apart
