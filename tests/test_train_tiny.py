@@ -73,6 +73,7 @@ def test_a_run_folder_has_all_its_parts(run):
         "config.json",
         "log.csv",
         "dev.csv",
+        "dev_sets.csv",
         "samples",
         "tensorboard",
         "checkpoints",

@@ -6,7 +6,11 @@ from pathlib import Path
 from whisfusion.cli.parser import Arguments, Commands
 from whisfusion.errors import OptionError
 
-RECIPE_NAMES = ("paper_stage1", "paper_stage2", "paper_stage2_uniform", "trial", "trial_paper", "finetune", "tiny")
+RECIPE_NAMES = (
+    *("paper_stage1", "paper_stage2", "paper_stage2_uniform"),
+    *("base_stage1", "base_stage2", "base_stage2_uniform"),
+    *("trial", "trial_paper", "finetune", "tiny"),
+)
 """Spelt out here so that the help need not import torch."""
 
 _EPILOG = f"""\
