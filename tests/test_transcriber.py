@@ -112,6 +112,24 @@ def test_long_audio_is_cut_decoded_and_joined(clip_model):
     assert alone.text == first.text
 
 
+def test_digital_silence_needs_no_model(clip_model, monkeypatch):
+    silence, seen, shown = np.zeros(32_000, np.float32), [], []
+    start = clip_model.system.start
+    monkeypatch.setattr(clip_model.system, "start", lambda batch, *rest: shown.extend(batch) or start(batch, *rest))
+    clips = [hum(1.0), silence, hum(2.0, 1)]
+    transcripts = clip_model.transcribe(clips, language="en", on_progress=seen.append)
+    assert sorted(len(window.samples) for window in shown) == [16_000, 32_000]
+    assert all(window.samples.any() for window in shown)
+    assert [bool(transcript.text) for transcript in transcripts] == [True, False, True]
+    assert seen[-1] == pytest.approx(5.0)
+    (segment,) = transcripts[1].segments
+    assert (segment.tokens, segment.no_speech_prob, segment.candidates) == ((), 1.0, ())
+    assert transcripts[1].language == "en"
+    # Whoever gives no language is told one, by the model.
+    assert clip_model.transcribe(silence).language in ("en", "de", "ja")
+    assert not shown[-1].samples.any()
+
+
 def test_the_model_detects_the_language_where_it_can(clip_model, tiny_model):
     transcript = clip_model.transcribe(hum(1.0))
     assert transcript.language in ("en", "de", "ja")

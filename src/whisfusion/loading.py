@@ -43,6 +43,8 @@ def load(
         raise OptionError(f"engine must be auto, eager or graph, not {engine!r}")
     if engine == "graph" and (place.type != "cuda" or system == "whisper"):
         raise OptionError("the graph engine is for diffusion decoding on a CUDA device: use engine auto or eager")
+    if system == "whisper" and dtype == "int8":
+        raise OptionError("int8 is for diffusion decoding: use dtype auto or float32 with --system whisper")
     if system == "whisper":
         whisper = load_whisper(_path(name_or_path, DEFAULT_WHISPER), place, number)
         return Transcriber(WhisperSystem(whisper))

@@ -1,8 +1,8 @@
 """int8: how matrices are kept in a model folder, and how a CPU multiplies by them.
 
 A matrix is kept as whole numbers from -127 to 127 and one scale per row, the output's. Multiplying, the activations are
-quantised as they come, each position (a row) with a scale of its own: a loud frame costs its neighbours nothing, and a
-clip gives the same in any batch. Sums are exact, in int32.
+quantised as they come, each position (a row) with a scale of its own: a loud frame costs its neighbours nothing. Sums
+are exact, in int32.
 
 Letters: G sequences, L their length, R rows, B utterances, T audio positions, D width, N outputs, H heads,
 C width of a head.
@@ -76,7 +76,8 @@ def is_quantised(stored: Mapping[str, Tensor]) -> bool:
 
 def is_fast_here() -> bool:
     """Whether this processor multiplies int8 without overflow and faster than float32: x86 with VNNI."""
-    return torch.backends.mkldnn.is_available() and torch.cpu.get_capabilities().get("avx512_vnni", False)
+    # From torch 2.13 on there is a public function that tells this.
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
 class Rows(NamedTuple):
@@ -124,12 +125,13 @@ class Int8Linear(nn.Module):
         product_RN = self._product(rows)
         if self._bias_N is None:
             return product_RN.mul_(rows.scale_R1)
-        return torch.addcmul(self._bias_N, product_RN, rows.scale_R1)
+        return torch.addcmul(self._bias_N, product_RN, rows.scale_R1, out=product_RN)
 
     def add_to(self, x_RN: Tensor, y_RD: Tensor) -> Tensor:
         """`x_RN` and the layer's output for `y_RD`."""
         rows = Rows.of(y_RD)
-        sum_RN = torch.addcmul(x_RN, self._product(rows), rows.scale_R1)
+        product_RN = self._product(rows)
+        sum_RN = torch.addcmul(x_RN, product_RN, rows.scale_R1, out=product_RN)
         return sum_RN if self._bias_N is None else sum_RN.add_(self._bias_N)
 
     def _product(self, rows: Rows) -> Tensor:
@@ -163,7 +165,8 @@ class Int8Attention(nn.Module):
 
     def keys_values(self, x_BTD: Tensor) -> KeysValues:
         """Keys and values of what is attended to."""
-        return KeysValues(*_heads(self.kv(x_BTD), 2, self.heads))
+        # Contiguous, as they are read many times.
+        return KeysValues(*(x_BHTC.contiguous() for x_BHTC in _heads(self.kv(x_BTD), 2, self.heads)))
 
     def add_to(self, x_RD: Tensor, h_RD: Tensor, memory: KeysValues, mask: Tensor | None) -> Tensor:
         """`x_RD` and what is heard by `h_RD`, the candidates of an utterance side by side."""

@@ -16,7 +16,7 @@ from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
-from whisfusion.mel import log_mel
+from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
 from whisfusion.pdd import Candidate, PDDOptions, Step, UtteranceStep, parallel_decode
 from whisfusion.quantise import Int8Linear, to_int8
@@ -170,11 +170,15 @@ class DiffusionSystem:
             device=self._device,
         )
         watch.lap("mel")
-        frames_B = mel.frames_B if config.window == "clip" else None
+        frames_B = self._frames(mel)
         audio_BTD = encoder(mel.mel_BMF.to(encoder.positions.dtype), frames_B)
         heard_BT = None if frames_B is None else audio_mask(frames_B, audio_BTD.shape[1])
         watch.lap("encode")
         return audio_BTD, heard_BT
+
+    def _frames(self, mel: Mel) -> Tensor | None:
+        """The frames of each window, if what lies beyond them is to be left out."""
+        return mel.frames_B if self.model.config.window == "clip" else None
 
     def _listen(
         self, batch: Sequence[Window], audio_BTD: Tensor, heard_BT: Tensor | None
@@ -268,6 +272,9 @@ class Int8System(DiffusionSystem):
         for window in batch:
             heard += super().recognise([window], options, timings)
         return heard
+
+    def _frames(self, mel: Mel) -> None:
+        """A window alone has nothing beyond its own frames, and attention without a mask is faster."""
 
     def _head(self, weight_VD: Tensor) -> Head:
         return Int8Linear(weight_VD)

@@ -304,7 +304,7 @@ class Transcriber:
         done = sum(batch[i].seconds for i in heard)
         if heard and on_progress is not None:
             on_progress(done)
-        order = sorted(set(range(len(batch))) - set(heard), key=lambda i: -len(batch[i].samples))
+        order = sorted((i for i in range(len(batch)) if i not in heard), key=lambda i: -len(batch[i].samples))
 
         def finish(rows: list[int], spent: dict[str, float], results: Callable[[], list[Heard]]) -> None:
             nonlocal done

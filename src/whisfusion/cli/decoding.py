@@ -29,9 +29,9 @@ def add_model_options(parser: Parser) -> None:
     group.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     group.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
         default="auto",
-        help="auto (default): bfloat16 on CUDA, float32 elsewhere",
+        help="auto (default): bfloat16 on CUDA; on a CPU int8 for a model that is stored so, else float32",
     )
     group.add_argument(
         "--engine",

@@ -139,6 +139,7 @@ def base_stage1() -> Recipe:
         # English first: the others have far less speech, most of it synthetic.
         sampler=replace(trial().sampler, language_alpha=0.8, dataset_alpha=0.7),
         masks=((0.0, 0.0, 1.0),),
+        ctc_weight=1.0,
         language_share=0.1,
         steps=10_000,
         learning_rate=4e-4,
