@@ -11,6 +11,8 @@ nothing but its speed, and not even quite for that, as its transcripts never end
 import argparse
 import json
 import multiprocessing
+import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -44,8 +46,8 @@ PEER_SETTINGS: dict[str, Any] = {
     "condition_on_previous_text": False,
     "vad_filter": False,
 }
-# Idle threads of a pool wait actively for a while; the next system should not meet them.
-PAUSE = 0.25
+# Idle threads of a pool wait actively for about a millisecond; the next system should not meet them.
+PAUSE = 0.02
 Recogniser = Callable[[np.ndarray, str], tuple[str, dict[str, float]]]
 """Samples and language to text, and the seconds of each stage where they are known."""
 Timed = tuple[str, dict[str, float], float]
@@ -166,6 +168,22 @@ def measure(
     return seconds, texts, stages
 
 
+def busy_seconds() -> float | None:
+    """CPU seconds that this machine has worked since it was started; None where the system does not tell."""
+    try:
+        first = Path("/proc/stat").read_text("utf-8").splitlines()[0].split()
+    except OSError:
+        return None
+    user, nice, system = map(int, first[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """CPU seconds of this process and of those that it has started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
 def error_rate(utterances: Sequence[Utterance], texts: Sequence[str]) -> Rate:
     records = [
         {"id": clip.id, "dataset": clip.dataset, "text": text} for clip, text in zip(utterances, texts, strict=True)
@@ -177,6 +195,7 @@ def error_rate(utterances: Sequence[Utterance], texts: Sequence[str]) -> Rate:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole benchmark, as one object for JSON."""
     torch.set_num_threads(options.threads)  # for the record: this process only waits
+    started, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
     utterances = choose(read_manifest(*options.data), options.limit)
     whisper = hub.resolve(options.whisper)
     with tempfile.TemporaryDirectory() as scratch:
@@ -190,6 +209,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds, texts, stages = measure(systems, utterances, options.warm_up)
     for system in systems.values():
         system.stop()
+    elapsed, busy_now = time.perf_counter() - started, busy_seconds()
+    others = None if busy is None or busy_now is None else busy_now - busy - (own_seconds() - own)
     audio = sum(clip.duration for clip in utterances)
     rows = {}
     for name in systems:
@@ -220,6 +241,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "systems": rows,
         "int8_and_float32_agree": sum(a == b for a, b in zip(texts[OURS], texts[REFERENCE], strict=True)),
+        "cores_used_by_others": None if others is None else round(max(0.0, others) / elapsed, 3),
         "machine": environment.machine(),
         "versions": environment.versions() | {name: version(name) for name in ("faster-whisper", "ctranslate2")},
     }
@@ -238,7 +260,7 @@ def render(result: dict[str, Any]) -> str:
     about = (
         f"{result['clips']} clips of {result['mean_seconds']} s on average, {result['threads']} threads, "
         f"K = {result['candidates']}, N = {result['steps']}; int8 and float32 write the same on "
-        f"{result['int8_and_float32_agree']}"
+        f"{result['int8_and_float32_agree']}; cores used by others: {result['cores_used_by_others']}"
     )
     return f"{text_table(header, rows)}\n\n{about}"
 
