@@ -83,8 +83,8 @@ languages, most of them synthetic; by set in `dev_sets.csv` beside it).
 CPU = """## Speed on a CPU
 
 The bundled model against faster-whisper with Whisper-base in int8 (beam 1, no timestamps, language given), from samples
-to text, {clips} clips of {mean_seconds} s on average, {threads} threads of an {processor}, K = {candidates}, N = {steps},
-the systems taking turns clip by clip. Made by `{command}`.
+to text, {clips} clips of {mean_seconds} s on average, {threads} threads of an {processor}, K = {candidates},
+N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 
 | system | ms a clip | times real time | speed | WER |
 |---|---|---|---|---|
