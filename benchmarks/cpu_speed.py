@@ -224,9 +224,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "stages_ms": {stage: round(1000 * s / len(utterances), 1) for stage, s in stages[name].items()},
         }
     data = " ".join(path.name for path in options.data)
+    # Names, not the places of files on one machine.
+    model = "--random" if options.random else f"--model {Path(options.model).name}"
     return {
         "benchmark": "cpu_speed",
-        "command": f"python benchmarks/cpu_speed.py {'--random' if options.random else '--model MODEL'} --data {data} "
+        "command": f"python benchmarks/cpu_speed.py {model} --data {data} "
         f"--limit {options.limit} --threads {options.threads} --candidates {options.candidates} "
         f"--steps {options.steps} --seed {options.seed}",
         "weights": "random" if options.random else files,

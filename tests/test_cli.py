@@ -24,7 +24,7 @@ from whisfusion.errors import OptionError
 from whisfusion.train import RECIPES, TrainArgs
 
 HELP_SECONDS = 0.5
-COMMANDS = ("transcribe", "models", "pull", "info", "evaluate", "score", "train", "data")
+COMMANDS = ("transcribe", "models", "pull", "info", "vocabulary", "evaluate", "score", "train", "data")
 
 
 @pytest.fixture(autouse=True)

@@ -250,6 +250,28 @@ def test_sampling_inverts_the_cumulative_distribution():
     assert sample(torch.tensor([[-100.0, 0.0]]), torch.zeros(1, 1), temperature=0.1)[0].item() == 1
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 1.0])
+@pytest.mark.parametrize("columns", [900, 5000, 50_258])
+def test_sampling_among_the_likely_is_sampling_among_all(temperature, columns, monkeypatch):
+    generator = torch.Generator().manual_seed(columns)
+    logits_RV = torch.randn(200, columns, generator=generator)
+    # A few likely tokens in each row, the last column often among them, and some that are not allowed.
+    for _ in range(5):
+        where_R1 = torch.randint(columns, (200, 1), generator=generator)
+        logits_RV.scatter_(1, where_R1, 9 + torch.randn(200, 1, generator=generator))
+    logits_RV[::2, -1] = 10
+    logits_RV[:, 5::7] = -math.inf
+    uniforms_RC = torch.rand(200, 6, generator=generator)
+    uniforms_RC[:, 0], uniforms_RC[:, 1] = 2**-18, 1 - 2**-18
+    drawn_RC, total_R1 = sample(logits_RV, uniforms_RC, temperature)
+    likely, found = pdd._likely, []
+    monkeypatch.setattr(pdd, "_likely", lambda *arguments: found.append(likely(*arguments)))
+    assert torch.equal(sample(logits_RV, uniforms_RC, temperature)[0], drawn_RC)
+    assert (found[0] is None) == (columns == 900 or temperature == 1)
+    assert torch.allclose(total_R1, logits_RV.logsumexp(1, keepdim=True), atol=1e-5)
+    assert torch.isfinite(logits_RV.gather(1, drawn_RC)).all()
+
+
 def test_default_trajectories_are_the_papers():
     assert PDDOptions().ratios == (1.0, 0.9, 0.8)
     assert [len(PDDOptions(steps=n).ratios) for n in range(1, 6)] == [1, 2, 3, 4, 5]

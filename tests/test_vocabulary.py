@@ -103,9 +103,9 @@ def test_a_clip_is_the_same_alone_and_among_other_languages(folder):
     add_vocabulary(folder, Vocabulary({"en": random_list(0), "de": random_list(1)}))
     model = load_with_opinions(folder)
     clips, languages = [hum(1.0 + 0.3 * i, i) for i in range(6)], ["en", "de", "ja", "de", "en", "en"]
-    together = model.transcribe(clips, language=languages, temperature=1.0)
+    together = model.transcribe(clips, language=languages)
     for clip, language, transcript in zip(clips, languages, together, strict=True):
-        alone = model.transcribe(clip, language=language, temperature=1.0)
+        alone = model.transcribe(clip, language=language)
         assert [c.text for c in alone.segments[0].candidates] == [c.text for c in transcript.segments[0].candidates]
         assert alone.tokens == transcript.tokens
 
@@ -137,6 +137,13 @@ def test_the_command_takes_manifests_and_text(folder, tmp_path, make_manifest, c
     tokenizer = get_tokenizer()
     assert set(tokenizer.encode("Good morning, everyone.")) <= set(vocabulary["en"].tolist())
     assert set(tokenizer.encode("Guten Morgen allerseits.")) <= set(vocabulary["de"].tolist())
+    held_out = make_manifest("held-out", [0.5], text="Good morning, xylophone.")
+    words = ["vocabulary", str(folder), "--data", str(manifest), "--check", str(held_out)]
+    assert main(words) == 0
+    unseen = len(set(tokenizer.encode("Good morning, xylophone.")) - set(vocabulary["en"].tolist()))
+    share = 100 * unseen / len(tokenizer.encode("Good morning, xylophone."))
+    assert unseen > 0
+    assert f"without {share:.2f} % of the tokens to check" in capsys.readouterr().out
     assert main(["vocabulary", str(folder)]) == 2
     assert main(["vocabulary", str(folder), "--text", str(text)]) == 2
     assert main(["vocabulary", str(folder), "--text", f"fr={text}"]) == 2

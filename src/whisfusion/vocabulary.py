@@ -65,6 +65,11 @@ class Vocabulary(Mapping[str, Tensor]):
         allowed = {language: torch.isin(every_V, listed) for language, listed in lists.items()}
         return Columns(every_V.to(device), torch.stack([allowed[language] for language in languages]).to(device))
 
+    def missing(self, language: str, texts: Iterable[str]) -> float:
+        """The share of the tokens of `texts` that cannot be written in `language`."""
+        tokens = torch.tensor([token_id for text in texts for token_id in get_tokenizer().encode(text)])
+        return 1 - torch.isin(tokens, self._ids[language]).double().mean().item() if len(tokens) else 0.0
+
     def pack(self) -> dict[str, Tensor]:
         """One bit a token, eight to a byte, lowest first: 6 KB a language."""
         packed = {}

@@ -10,7 +10,7 @@ from whisfusion.errors import OptionError
 _EXAMPLES = """\
 examples:
   whisfusion vocabulary my-model --data train/*.jsonl
-  whisfusion vocabulary my-model --text en=sentences.txt --text de=saetze.txt.xz --least 2
+  whisfusion vocabulary my-model --text en=sentences.txt --text de=saetze.txt.xz --least 2 --check dev/*.jsonl
 """
 
 
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         description="Limit a model folder to the tokens that occur in text of each language.\n"
         "Half of Whisper's tokens are of no use to one language: without them a CPU decodes faster, and nothing is "
         "written in another script. A language without text may write every token.",
-        usage="whisfusion vocabulary FOLDER [--data MANIFEST...] [--text LANGUAGE=FILE]... [--least N]",
+        usage="whisfusion vocabulary FOLDER [--data MANIFEST...] [--text LANGUAGE=FILE]... [options]",
         epilog=_EXAMPLES,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a model folder, which is changed")
@@ -44,25 +44,42 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="times that a token must occur (default 1)",
     )
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        default=[],
+        metavar="MANIFEST",
+        help="other transcripts: tell how many of their tokens can no longer be written",
+    )
 
 
 def run(arguments: Arguments) -> int:
-    """Count, write, and tell how many tokens are left in each language."""
+    """Count, write, and tell how many tokens are left in each language, and how many are missing elsewhere."""
     from whisfusion.checkpoint import add_vocabulary, read_config
+    from whisfusion.data.manifest import read_manifest
     from whisfusion.normalise import normalise
     from whisfusion.tokenizer import SAMPLEABLE
     from whisfusion.vocabulary import Vocabulary, token_list
 
     config, _ = read_config(arguments.folder)
+
+    def styled(text: str, language: str) -> str:
+        return normalise(text, language) if config.text_style == "normalised" else text
+
     texts: dict[str, list[str]] = defaultdict(list)
     for language, text in _texts(arguments):
-        texts[language].append(normalise(text, language) if config.text_style == "normalised" else text)
+        texts[language].append(styled(text, language))
     if not texts:
         raise OptionError("give text to take the tokens from: --data MANIFEST, or --text LANGUAGE=FILE")
+    others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
     add_vocabulary(arguments.folder, vocabulary)
     for language, ids_V in vocabulary.items():
-        print(f"{language}  {len(ids_V):,} of {SAMPLEABLE:,} tokens, from {len(texts[language]):,} sentences")
+        line = f"{language}  {len(ids_V):,} of {SAMPLEABLE:,} tokens, from {len(texts[language]):,} sentences"
+        unseen = [styled(other.text, language) for other in others if other.language == language]
+        if unseen:
+            line += f"; without {100 * vocabulary.missing(language, unseen):.2f} % of the tokens to check"
+        print(line)
     return 0
 
 
