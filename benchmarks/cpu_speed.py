@@ -33,6 +33,7 @@ from whisfusion.data.table import text_table
 from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.evaluate.score import Rate, ScoreOptions, score
+from whisfusion.train.dev import spread
 from whisfusion.train.recipes import trial
 
 SECONDS = (3.0, 10.0)
@@ -74,8 +75,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def choose(utterances: Sequence[Utterance], limit: int) -> list[Utterance]:
     """Clips of the durations that are asked about, evenly spread over the manifests."""
     fitting = [u for u in utterances if SECONDS[0] <= u.duration <= SECONDS[1]]
-    limit = min(limit, len(fitting))
-    return [fitting[len(fitting) * place // limit] for place in range(limit)]
+    return spread(fitting, limit)
 
 
 def random_model(folder: Path, seed: int) -> Path:

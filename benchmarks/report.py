@@ -75,8 +75,8 @@ By duration, on librispeech-test-clean-a:
 |---|---|---|---|
 {bins}
 
-Its training, {model_step:,} steps of 2,000 s of speech at {ms_per_step:.0f} ms on one {device}, {hours_heard:,.0f} h
-heard: [loss](../benchmarks/results/base/loss.png), [dev error](../benchmarks/results/base/wer.png) (a mean over eleven
+Its training, {model_step:,} steps of {step_seconds:,.0f} s of speech at {ms_per_step:.0f} ms on one {device},
+{hours_heard:,.0f} h heard: [loss](../benchmarks/results/base/loss.png), [dev error](../benchmarks/results/base/wer.png) (a mean over eleven
 languages, most of them synthetic; by set in `dev_sets.csv` beside it).
 """
 
@@ -171,6 +171,7 @@ def model() -> str:
         **{name: decoding[name] for name in ("candidates", "steps", "temperature", "remask")},
         **{name: training[name] for name in ("model_step", "ms_per_step", "hours_heard")},
         device=training["machine"]["device_name"],
+        step_seconds=training["settings"]["sampler"]["seconds"],
         whisper=read("whisper_parity.json")["wer"]["whisfusion"]["percent"],
     )
 

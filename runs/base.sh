@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The bundled model, from manifests to a model folder. On one H200 it takes about half an hour of GPU time for each
-# 25,000 steps; everything is resumed or skipped where it is already done.
+# A model like the bundled one, from manifests to a model folder; docs/model_card.md says how that one's training
+# differed. What is done already is skipped, and a run that was stopped is resumed.
 #
 #   runs/base.sh SPEECH TEXT OUT
 #
@@ -10,7 +10,7 @@
 #           commonvoice-zh    Mozilla Common Voice, CC0
 #           ljspeech-en       part of LJ Speech, public domain
 #           kerstin-de        Kerstin voice dataset, CC0
-#         and pseudo/: 139 h of Common Voice English (CC0) with Whisper-small's words as text
+#         and pseudo/, manifests and shards too: 139 h of Common Voice English (CC0) with Whisper-small's words as text
 # TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
 # Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), espeak-ng (eSpeak NG).
 set -euo pipefail
@@ -56,7 +56,10 @@ train stage1 base_stage1 --steps "$stage1"
 train stage2 base_stage2 --init_from stage1/model --steps "$stage2"
 train stage2_uniform base_stage2_uniform --init_from stage1/model --steps "$stage2"
 
-whisfusion export stage2/model --out base --int8 --encoder --file_mib 44
+if [ ! -e base ]; then
+    whisfusion export stage2/model --out base --int8 --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
+    whisfusion vocabulary base --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+fi
 for run in stage1/model stage2_uniform/model base; do
     for set in "$speech"/test/*.jsonl; do
         for steps in 1 2 3; do

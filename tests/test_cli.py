@@ -24,7 +24,10 @@ from whisfusion.errors import OptionError
 from whisfusion.train import RECIPES, TrainArgs
 
 HELP_SECONDS = 0.5
-COMMANDS = ("transcribe", "models", "pull", "info", "vocabulary", "evaluate", "score", "train", "data")
+COMMANDS = (
+    *("transcribe", "models", "pull", "info", "export", "vocabulary"),
+    *("evaluate", "score", "bench", "train", "data"),
+)
 
 
 @pytest.fixture(autouse=True)

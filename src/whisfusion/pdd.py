@@ -8,8 +8,8 @@ Letters: B utterances, K candidates, N steps, L canvas positions, R positions to
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,16 @@ class PDDOptions:
     def ratios(self) -> tuple[float, ...]:
         """The mask ratio at the input of each of the N steps."""
         return PAPER_TRAJECTORY[: self.steps] if self.trajectory is None else tuple(self.trajectory)
+
+
+def override_options(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
+    """A model's own settings with what a user gave (None: nothing); another N leaves the model's trajectory behind."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "steps" in chosen and "trajectory" not in chosen and chosen["steps"] != default.steps:
+        chosen["trajectory"] = None
+    if "trajectory" in chosen and chosen["trajectory"] is not None and "steps" not in chosen:
+        chosen["steps"] = len(chosen["trajectory"])
+    return replace(default, **chosen)
 
 
 class Predictor(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from whisfusion.audio import SAMPLE_RATE, load_audio
 from whisfusion.errors import OptionError
-from whisfusion.pdd import PDDOptions, UtteranceStep
+from whisfusion.pdd import PDDOptions, UtteranceStep, override_options
 from whisfusion.speech import windows
 from whisfusion.tokenizer import canonical_language
 
@@ -356,16 +356,6 @@ def _silence(window: Window) -> Heard | None:
     if window.language is None or window.samples.any():
         return None
     return Heard(window.language, text="", tokens=(), avg_logprob=0.0, no_speech_prob=1.0)
-
-
-def override_options(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
-    """The model's own settings with what the user gave; another N leaves the model's own trajectory behind."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if "steps" in chosen and "trajectory" not in chosen and chosen["steps"] != default.steps:
-        chosen["trajectory"] = None
-    if "trajectory" in chosen and chosen["trajectory"] is not None and "steps" not in chosen:
-        chosen["steps"] = len(chosen["trajectory"])
-    return replace(default, **chosen)
 
 
 def _seed(samples: np.ndarray, seed: int) -> int:

@@ -40,7 +40,7 @@ def run(arguments: Arguments) -> int:
     import torch
 
     from whisfusion import checkpoint, hub
-    from whisfusion.transcriber import override_options
+    from whisfusion.pdd import override_options
 
     model = checkpoint.load(hub.resolve(arguments.model), dtype=torch.float32)
     config = model.config

@@ -27,6 +27,7 @@ from whisfusion.selection import Pool, WhisperRerank
 from whisfusion.systems import DiffusionSystem
 from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
 from whisfusion.train.flops import encoder_flops
+from whisfusion.train.recipes import trial
 from whisfusion.transcriber import DecodingOptions, Heard, Window
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
@@ -38,17 +39,7 @@ SHAPES: dict[str, tuple[ModelConfig, WhisperDecoderConfig]] = {
     "paper": (ModelConfig(), WhisperDecoderConfig()),
     "trial": (
         ModelConfig(
-            decoder=DecoderConfig(
-                layers=6,
-                width=512,
-                heads=8,
-                hidden=2048,
-                audio_width=512,
-                block="whisper",
-                tied=True,
-                anchors=True,
-                canvas=Canvas("follow", 224),
-            ),
+            decoder=trial().decoder,
             encoder=EncoderConfig(mels=80, width=512, layers=6, heads=8),
             encoder_name="whisper-base",
             window="clip",
