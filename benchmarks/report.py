@@ -76,8 +76,9 @@ By duration, on librispeech-test-clean-a:
 {bins}
 
 Its training, {model_step:,} steps of {step_seconds:,.0f} s of speech at {ms_per_step:.0f} ms on one {device},
-{hours_heard:,.0f} h heard: [loss](../benchmarks/results/base/loss.png), [dev error](../benchmarks/results/base/wer.png) (a mean over eleven
-languages, most of them synthetic; by set in `dev_sets.csv` beside it).
+{hours_heard:,.0f} h heard: [loss](../benchmarks/results/base/loss.png),
+[dev error](../benchmarks/results/base/wer.png) (a mean over eleven languages, most of them synthetic; by set in
+`dev_sets.csv` beside it).
 """
 
 CPU = """## Speed on a CPU
