@@ -23,6 +23,8 @@ def save_random_model(folder: Path, config: checkpoint.ModelConfig) -> Path:
         decoder, encoder = DiffusionDecoder(config.decoder), WhisperEncoder(config.encoder)
         # Surer than chance would have it: among thousands of like tokens, draws would hang on the last bit of a sum.
         torch.nn.init.constant_(decoder.norm.get_parameter("weight"), 4.0)
+        if config.decoder.drafts:
+            torch.nn.init.normal_(decoder.draft.weight, std=0.5)
     return checkpoint.save(
         folder,
         config,
@@ -56,6 +58,7 @@ def tiny_clip_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         anchor_parts=2,
         adapter=1,
         stride=2,
+        drafts=True,
         canvas=Canvas("follow", 64),
     )
     config = checkpoint.ModelConfig(

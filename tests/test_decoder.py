@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder, start_from_whisper
+from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder, Draft, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
 from whisfusion.memory import Anchors
@@ -237,6 +237,25 @@ def whisper_decoder(width=32, layers=2):
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return decoder
+
+
+def test_a_draft_is_seen_at_masked_positions_as_surely_as_it_was_written():
+    decoder = small(drafts=True)
+    tokens_1L = torch.tensor([[50258, 7, MASK, MASK, MASK]])
+    memory = decoder.listen(torch.randn(1, 6, 32), positions=5)
+
+    def states(draft_L: list[int], sure_L: list[float]) -> torch.Tensor:
+        return decoder(tokens_1L, memory, draft=Draft(torch.tensor([draft_L]), torch.tensor([sure_L])))
+
+    plain = decoder(tokens_1L, memory)
+    assert torch.equal(states([1, 2, 3, 4, 5], [1.0] * 5), plain)  # it starts by adding nothing
+    torch.nn.init.normal_(decoder.draft.weight)
+    assert torch.equal(states([1, 2, 3, 4, 5], [1.0, 1.0, 0.0, 0.0, 0.0]), plain)
+    told = states([1, 2, 3, 4, 5], [1.0] * 5)
+    assert torch.equal(states([8, 9, 3, 4, 5], [1.0] * 5), told)
+    assert not torch.allclose(told, plain, atol=1e-3)
+    assert not torch.allclose(states([1, 2, 3, 4, 6], [1.0] * 5), told, atol=1e-3)
+    assert not torch.allclose(states([1, 2, 3, 4, 5], [0.5] * 5), told, atol=1e-3)
 
 
 def test_warm_start_predicts_what_whisper_does_where_nothing_lies_ahead():

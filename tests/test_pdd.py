@@ -24,7 +24,7 @@ class Script:
         self.margin, self.vocabulary = margin, vocabulary
         self.seen: list[torch.Tensor] = []
 
-    def states(self, tokens_BKL):
+    def states(self, tokens_BKL, draft):
         self.seen.append(tokens_BKL.clone())
         length = tokens_BKL.shape[2]
         return self.canvas_BL[:, None, :length, None].expand(*tokens_BKL.shape, 1).float()
@@ -106,8 +106,8 @@ def test_what_follows_endoftext_is_padding_before_the_next_step():
     class Early(Script):
         """Says endoftext at its third position and text after it."""
 
-        def states(self, tokens_BKL):
-            states = super().states(tokens_BKL).clone()
+        def states(self, tokens_BKL, draft):
+            states = super().states(tokens_BKL, draft).clone()
             states[:, :, len(PROMPT) + 2] = ENDOFTEXT
             return states
 
@@ -123,7 +123,7 @@ def test_an_end_that_was_never_written_is_no_certainty():
     class Fickle(Script):
         """Ends after four tokens in the first step, and in all later ones would rather write on."""
 
-        def states(self, tokens_BKL):
+        def states(self, tokens_BKL, draft):
             self.seen.append(tokens_BKL.clone())
             return torch.arange(tokens_BKL.shape[2]).float()[:, None].expand(*tokens_BKL.shape, 1)
 
@@ -156,12 +156,28 @@ def test_nothing_is_asked_about_what_follows_a_kept_end(monkeypatch):
     options = PDDOptions(candidates=5, temperature=1.0)
     sparing = Counted([[0]] * 3, canvas=64)
     decoded = decode(sparing, [64, 64, 32], options)
-    ended, calls = pdd._ended, iter(range(2 * options.steps))
+    ended, calls = pdd.ended, iter(range(2 * options.steps))
     # The first of the two calls in a step says what need not be asked.
-    monkeypatch.setattr(pdd, "_ended", lambda *a: ended(*a) if next(calls) % 2 else torch.zeros_like(ended(*a)))
+    monkeypatch.setattr(pdd, "ended", lambda *a: ended(*a) if next(calls) % 2 else torch.zeros_like(ended(*a)))
     thorough = Counted([[0]] * 3, canvas=64)
     assert decode(thorough, [64, 64, 32], options).candidates == decoded.candidates
     assert sparing.asked < 0.6 * thorough.asked
+
+
+def test_each_step_is_shown_what_the_one_before_wrote():
+    drafts = []
+
+    class Listener(Dice):
+        def states(self, tokens_BKL, draft):
+            drafts.append(draft)
+            return super().states(tokens_BKL, draft)
+
+    predictor = Listener([[0]] * 2, canvas=16)
+    trace = decode(predictor, [16, 16], PDDOptions(candidates=3, temperature=1.0), trace=True).trace
+    assert drafts[0] is None
+    for draft, step in zip(drafts[1:], trace, strict=False):
+        assert (draft.tokens_GL == step.tokens_BKL).all()
+        assert torch.equal(draft.probabilities_GL, step.logprobs_BKL.exp())
 
 
 def test_a_full_canvas_is_told():
@@ -219,7 +235,7 @@ def test_confidence_remasking_keeps_the_most_confident():
     class Slope(Script):
         """Is surer of later positions."""
 
-        def states(self, tokens_BKL):
+        def states(self, tokens_BKL, draft):
             self.seen.append(tokens_BKL.clone())
             position = torch.arange(tokens_BKL.shape[2]).float()
             return position[:, None].expand(*tokens_BKL.shape, 1)

@@ -25,12 +25,13 @@ def batch_of(rows: list[int]) -> Batch:
     )
 
 
-def mask(*batches: Batch, low: float = 0.0, high: float = 1.0, language_share: float = 0.0, seed: int = 3):
+def mask(*batches: Batch, low: float = 0.0, high: float = 1.0, language_share: float = 0.0, seed: int = 3, **shares):
     generator = torch.Generator().manual_seed(seed)
     return mask_step(
         batches,
         MaskRatios(low, high),
         language_share=language_share,
+        **({"draft_share": 0.0, "own_share": 0.0} | shares),
         augment_numbers=4,
         letters=True,
         generator=generator,

@@ -62,6 +62,16 @@ def test_a_model_brings_its_architecture(tiny_clip_model):
     assert all(torch.equal(value, start[name]) for name, value in loaded.items())
 
 
+def test_a_model_without_drafts_can_learn_to_take_them(tiny_model):
+    recipe = RECIPES["finetune"]()
+    recipe = adopt(replace(recipe, decoder=replace(recipe.decoder, drafts=True)), str(tiny_model))
+    loaded = checkpoint.load(tiny_model, dtype=torch.float32).decoder.state_dict()
+    start = starting_point(recipe, str(tiny_model)).decoder.state_dict()
+    assert not start.pop("draft.weight").any()
+    assert start.keys() == loaded.keys()
+    assert all(torch.equal(value, start[name]) for name, value in loaded.items())
+
+
 def test_a_fine_tuned_model_keeps_what_it_knew(tiny_clip_model, tmp_path):
     settings = {"steps": "2", "warmup_steps": "1", "sampler.utterances": "8", "learning_rate": "1e-4"}
     args = TrainArgs("finetune", data=(str(CLIPS),), out=tmp_path / "run", settings=settings, device="cpu", workers=1)

@@ -7,6 +7,7 @@ from small_run import small_recipe
 
 from whisfusion.data.batch import Batch, make_targets
 from whisfusion.encoder import audio_mask
+from whisfusion.tokenizer import MASK
 from whisfusion.train import schedule
 from whisfusion.train.config import Recipe
 from whisfusion.train.model import starting_point
@@ -100,6 +101,39 @@ def test_micro_batches_add_up_to_the_step(parts):
     a, b = whole.read(), split.read()
     assert (a.loss, a.quantity, a.language) == pytest.approx((b.loss, b.quantity, b.language), rel=1e-5)
     assert a.by_bin == pytest.approx(b.by_bin, rel=1e-5, nan_ok=True)
+
+
+def test_a_draft_is_what_a_first_step_would_write_and_some_keep_of_it_what_is_not_masked():
+    recipe = small_recipe(decoder__drafts="true", draft_share="1", own_share="0.5", decoder__dropout="0")
+    trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
+    seen: list[tuple] = []
+    trainer.objective.register_forward_pre_hook(lambda _, args: seen.append(args))
+    shown: list[tuple] = []
+    forward = trainer.decoder.forward
+    trainer.decoder.forward = lambda *args: shown.append(args) or forward(*args)
+    assert gradients(trainer, batch)["draft.weight"].abs().max() > 0
+
+    masked = seen[0][2]
+    (first_BL, *_, nothing), (tokens_BL, *_, draft) = ((*args, None)[:5] for args in shown)
+    own_BL = masked.own_B[:, None] & (torch.arange(20) >= 4) & masked.canvas_BL
+    written_BL = masked.tokens_BL != MASK
+    assert nothing is None
+    assert (first_BL[:, 4:] == MASK).sum() == (masked.canvas_BL[:, 4:]).sum()
+    assert 0 < masked.own_B.sum() < 6
+    assert torch.equal(tokens_BL, torch.where(own_BL & written_BL, draft.tokens_GL, masked.tokens_BL))
+    assert not torch.equal(tokens_BL, masked.tokens_BL)
+    assert torch.equal(tokens_BL == MASK, masked.tokens_BL == MASK)
+
+
+def test_without_a_draft_nothing_is_different():
+    plain, other = (
+        trainer_of(small_recipe(decoder__drafts=drafts, draft_share="0", decoder__dropout="0"))
+        for drafts in ("false", "true")
+    )
+    batch = batch_of([0, 1, 2, 3, 4, 5])
+    one, two = gradients(plain, batch), gradients(other, batch)
+    assert not two.pop("draft.weight").any()
+    assert_same(one, two)
 
 
 def test_an_unreadable_clip_does_not_count():

@@ -5,7 +5,7 @@ Letters: B utterances, K candidates, G = B * K sequences, L canvas positions, T 
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,8 @@ class DecoderConfig:
     """Frames of the encoder that the adapter makes one position of."""
     every_frame: bool = False
     """Whether what the adapter adds is given to each of them, so that the decoder hears as many positions as ever."""
+    drafts: bool = False
+    """Whether a masked position is told what the step before wrote there. Ours; off in the paper."""
     canvas: Canvas = field(default_factory=Canvas)
     norm_eps: float = 1e-5
     rope_base: float = 1e4
@@ -85,6 +87,13 @@ class DecoderConfig:
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout must be in [0, 1), not {self.dropout}")
         OptionError.collect(problems)
+
+
+class Draft(NamedTuple):
+    """What the step before wrote, and how surely."""
+
+    tokens_GL: Tensor
+    probabilities_GL: Tensor
 
 
 class DiffusionDecoder(nn.Module):
@@ -130,6 +139,8 @@ class DiffusionDecoder(nn.Module):
             )
         if config.anchors:
             self.anchors = Anchors(config.audio_width, width, parts=config.anchor_parts)
+        if config.drafts:
+            self.draft = nn.Linear(width, width, bias=False)
         if not config.tied:
             self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -153,6 +164,8 @@ class DiffusionDecoder(nn.Module):
                 for block in self.adapter.blocks:
                     for output in (block.self_attn.out, block.ffn.down):
                         output.weight.zero_()
+            if self.config.drafts:
+                self.draft.weight.zero_()
             if self.config.anchors:
                 # Starts near real speech rates: sigmoid(-2.6) of 50 frames a second are 3.5 tokens a second.
                 slower = 1 if self.config.every_frame else self.config.stride
@@ -214,15 +227,17 @@ class DiffusionDecoder(nn.Module):
         memory: AudioMemory,
         canvas_BL: Tensor | None = None,
         ahead: Tensor | None = None,
+        draft: Draft | None = None,
     ) -> Tensor:
         """States (G, L, D) from which `logits` predicts each position.
 
         G is a whole multiple K of the memory's B utterances, candidates of one side by side. `canvas_BL` is true on
         each utterance's own canvas; None where all are of full length. `ahead` is added to the attention scores of
-        later positions: far below 0 they are not seen, as in the decoder that Whisper blocks come from.
+        later positions: far below 0 they are not seen, as in the decoder that Whisper blocks come from. `draft` is
+        shown to a decoder that takes drafts.
         """
         utterances = memory.layers[0].k_BHTC.shape[0]
-        x_GLD = self.inputs(tokens_GL, memory.anchors_BLD)
+        x_GLD = self.inputs(tokens_GL, memory.anchors_BLD, draft)
         rotation = None
         if self.config.block == "paper":
             head_width = self.config.width // self.config.heads
@@ -239,9 +254,14 @@ class DiffusionDecoder(nn.Module):
         x_GLD = self.norm(x_GLD)
         return x_GLD.roll(1, dims=1) if self.reads_ahead else x_GLD
 
-    def inputs(self, tokens_GL: Tensor, anchors_BLD: Tensor | None) -> Tensor:
-        """What the first block sees (G, L, D): tokens, with Whisper's blocks positions, and what the anchors hear."""
+    def inputs(self, tokens_GL: Tensor, anchors_BLD: Tensor | None, draft: Draft | None = None) -> Tensor:
+        """What the first block sees (G, L, D): tokens, drafts of those that are masked, what the anchors hear, and with
+        Whisper's blocks positions.
+        """
         x_GLD = self.embed(tokens_GL)
+        if self.config.drafts and draft is not None:
+            sure_GL = draft.probabilities_GL * (tokens_GL == MASK)
+            x_GLD = x_GLD + self.draft(self.embed(draft.tokens_GL)) * sure_GL[..., None].to(x_GLD.dtype)
         if anchors_BLD is not None:
             x_GLD = (x_GLD.unflatten(0, (len(anchors_BLD), -1)) + anchors_BLD[:, None]).flatten(0, 1)
         if self.config.block == "whisper":

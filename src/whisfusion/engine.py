@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from whisfusion import kernels
 from whisfusion.blocks import Rotation
 from whisfusion.checkpoint import Model
+from whisfusion.decoder import Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, padded_rows
 from whisfusion.kernels import Lists
@@ -286,10 +287,12 @@ class _States:
     def __init__(self, engine: GraphEngine, audio: Audio, anchors_BLD: Tensor | None, canvas_BL: Tensor | None) -> None:
         self._engine, self._audio, self._anchors_BLD, self._canvas_BL = engine, audio, anchors_BLD, canvas_BL
 
-    def __call__(self, tokens_BKL: Tensor) -> Tensor:
+    def __call__(self, tokens_BKL: Tensor, draft: Draft | None = None) -> Tensor:
         """States (B * K, L, D)."""
         engine, decoder = self._engine, self._engine.model.decoder
-        x_GLD = decoder.inputs(tokens_BKL.flatten(0, 1), self._anchors_BLD)
+        if draft is not None:
+            draft = Draft(*(values_BKL.flatten(0, 1) for values_BKL in draft))
+        x_GLD = decoder.inputs(tokens_BKL.flatten(0, 1), self._anchors_BLD, draft)
         canvas_GL = self._canvas_BL
         if canvas_GL is not None:
             canvas_GL = canvas_GL[:, None].expand(tokens_BKL.shape).flatten(0, 1)
@@ -314,12 +317,18 @@ class _Writer:
         self._step = 0
 
     def __call__(
-        self, tokens_BKL: Tensor, wanted_BKL: Tensor, logprobs_BKL: Tensor, ends_BKL: Tensor, uniforms_BKL: Tensor
+        self,
+        tokens_BKL: Tensor,
+        draft: Draft | None,
+        wanted_BKL: Tensor,
+        logprobs_BKL: Tensor,
+        ends_BKL: Tensor,
+        uniforms_BKL: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, log-probabilities and endoftext's, for as many candidates as there are uniforms."""
         engine, draws = self._engine, uniforms_BKL.shape[1] // tokens_BKL.shape[1]
         self._step += 1
-        states_RD = self._states(tokens_BKL).flatten(0, 1)
+        states_RD = self._states(tokens_BKL, draft).flatten(0, 1)
         engine.mark(f"step {self._step}")
         uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1).reshape(-1, draws)
         wanted_R = wanted_BKL.reshape(-1)

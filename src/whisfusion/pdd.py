@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from whisfusion.decoder import Draft
 from whisfusion.errors import OptionError
 from whisfusion.tokenizer import ENDOFTEXT, MASK
 from whisfusion.vocabulary import Columns
@@ -104,8 +105,8 @@ def override_options(default: PDDOptions, given: dict[str, Any]) -> PDDOptions:
 class Predictor(Protocol):
     """The model, as decoding sees it."""
 
-    def states(self, tokens_BKL: Tensor) -> Tensor:
-        """Hidden states (B, K, L, D) of partly masked canvases."""
+    def states(self, tokens_BKL: Tensor, draft: Draft | None) -> Tensor:
+        """Hidden states (B, K, L, D) of partly masked canvases, and of what the step before wrote on them, if any."""
         ...
 
     def logits(self, states_RD: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ def parallel_decode(
     uniforms_BKN2L = batch_uniforms(seeds_B, canvas_B, options, longest).to(device)
     tokens_B1L, writable_B1L = empty_canvas(prompts_BP, torch.tensor(list(canvas_B), device=device), longest)
 
-    def write(*canvases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(*canvases: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _write(predictor, columns, *canvases, options.temperature)
 
     tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, uniforms_BKN2L, options)
@@ -227,9 +228,9 @@ def empty_canvas(prompts_BP: Tensor, canvas_B: Tensor, positions: int) -> tuple[
     return tokens_B1L.masked_fill(writable_B1L, MASK), writable_B1L
 
 
-Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Writes wanted positions: tokens, wanted, log-probabilities, endoftext's log-probabilities and uniforms in; tokens and
-both log-probabilities out, for as many candidates as there are uniforms."""
+Write = Callable[[Tensor, Draft | None, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Writes wanted positions: tokens, the step before's, wanted, log-probabilities, endoftext's log-probabilities and uniforms
+in; tokens and both log-probabilities out, for as many candidates as there are uniforms."""
 
 
 def denoise(
@@ -240,13 +241,14 @@ def denoise(
         tokens_BKL = tokens_BKL.repeat(1, options.candidates, 1)
     logprobs_BKL, ends_BKL = torch.zeros_like(uniforms_BKN2L[:, :, 0]).unbind(2)
     steps: list[Step] = []
+    draft: Draft | None = None
     for step in range(options.steps):
         masked_BKL = tokens_BKL == MASK
         # Whatever were written behind an endoftext that is kept would be padding: it is not written.
-        wanted_BKL = masked_BKL & ~_ended(tokens_BKL, writable_B1L)
+        wanted_BKL = masked_BKL & ~ended(tokens_BKL, writable_B1L)
         write_BKL, keep_BKL = uniforms_BKN2L[:, :, step].unbind(2)
-        tokens_BKL, logprobs_BKL, ends_BKL = write(tokens_BKL, wanted_BKL, logprobs_BKL, ends_BKL, write_BKL)
-        ended_BKL = _ended(tokens_BKL, writable_B1L)
+        tokens_BKL, logprobs_BKL, ends_BKL = write(tokens_BKL, draft, wanted_BKL, logprobs_BKL, ends_BKL, write_BKL)
+        ended_BKL = ended(tokens_BKL, writable_B1L)
         tokens_BKL = tokens_BKL.masked_fill(ended_BKL, ENDOFTEXT)
         # Padding may become the end of a transcript whose end is written again: it is as sure as endoftext was there
         # when that was last asked.
@@ -254,6 +256,7 @@ def denoise(
         steps.append(Step(masked_BKL.expand_as(tokens_BKL), tokens_BKL, logprobs_BKL))
         if step + 1 < options.steps:
             ratio = options.ratios[step + 1]
+            draft = Draft(tokens_BKL, logprobs_BKL.exp())
             if options.remask == "random":
                 again_BKL = keep_BKL < ratio
             else:
@@ -266,6 +269,7 @@ def _write(
     predictor: Predictor,
     columns: Columns,
     tokens_BKL: Tensor,
+    draft: Draft | None,
     wanted_BKL: Tensor,
     logprobs_BKL: Tensor,
     ends_BKL: Tensor,
@@ -276,7 +280,7 @@ def _write(
 
     Returns tokens, their log-probabilities, and what endoftext's would have been.
     """
-    states_BKLD = predictor.states(tokens_BKL)
+    states_BKLD = predictor.states(tokens_BKL, draft)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
     states_RD = states_BKLD[wanted_BKL]
     # (R, draws): each wanted position with the uniforms of all the candidates that it stands for.
@@ -343,10 +347,10 @@ def _likely(logits_RV: Tensor, least_R1: Tensor) -> Tensor | None:
     return torch.cat(((first_RJ1 + column_V[:_BLOCK]).flatten(1), rest_RM), 1)
 
 
-def _ended(tokens_BKL: Tensor, writable_B1L: Tensor) -> Tensor:
-    """What follows a candidate's first endoftext: padding, which is the same id."""
-    ends_BKL = (tokens_BKL == ENDOFTEXT) & writable_B1L
-    return (ends_BKL.cumsum(2) - ends_BKL.long()) > 0
+def ended(tokens: Tensor, writable: Tensor) -> Tensor:
+    """What follows the first endoftext of a canvas (the last dimension): padding, which is the same id."""
+    ends = (tokens == ENDOFTEXT) & writable
+    return (ends.cumsum(-1) - ends.long()) > 0
 
 
 def _least_confident(logprobs_BKL: Tensor, live_BKL: Tensor, ratio: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whisfusion.checkpoint import Model
-from whisfusion.decoder import DiffusionDecoder
+from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
@@ -51,9 +51,11 @@ class DecoderPredictor:
     canvas_BL: Tensor | None
     head: Head
 
-    def states(self, tokens_BKL: Tensor) -> Tensor:
+    def states(self, tokens_BKL: Tensor, draft: Draft | None = None) -> Tensor:
         """Hidden states (B, K, L, D) of partly masked canvases."""
-        states_GLD = self.decoder(tokens_BKL.flatten(0, 1), self.memory, self.canvas_BL)
+        if draft is not None:
+            draft = Draft(*(values_BKL.flatten(0, 1) for values_BKL in draft))
+        states_GLD = self.decoder(tokens_BKL.flatten(0, 1), self.memory, self.canvas_BL, draft=draft)
         return states_GLD.unflatten(0, tokens_BKL.shape[:2])
 
     def logits(self, states_RD: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class Recipe:
     """Added to attention scores of later positions at the start of a run: -6 starts as causal as Whisper was."""
     ahead_share: float = 0.3
     """Share of the run over which that fades to 0."""
+    draft_share: float = 0.6
+    """Share of the utterances that see what the decoder makes of an empty canvas, where it takes drafts."""
+    own_share: float = 0.5
+    """Share of those whose unmasked tokens are the draft's own, mistakes and all."""
     label_smoothing: float = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     quantity_weight: float = 1.0
@@ -126,7 +130,16 @@ class Recipe:
         ]
         problems += [
             f"{name} must be between 0 and 1, not {getattr(self, name)}"
-            for name in ("floor", "ema_decay", "ahead_share", "language_share", "noise", "label_smoothing")
+            for name in (
+                "floor",
+                "ema_decay",
+                "ahead_share",
+                "language_share",
+                "draft_share",
+                "own_share",
+                "noise",
+                "label_smoothing",
+            )
             if not 0 <= getattr(self, name) <= 1
         ]
         problems += [

@@ -47,7 +47,11 @@ def decoder_flops(
         adapter += config.adapter * audio * heard * (12 * heard + 2 * audio)
     forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
-    return 2.0 * (1 + _BACKWARD) * forward
+    draft = 0
+    if config.drafts:
+        draft = utterances * (config.layers * (block + attention) + positions * width * config.vocab_size)
+        forward += utterances * positions * width * width
+    return 2.0 * ((1 + _BACKWARD) * forward + draft)
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:

@@ -53,6 +53,10 @@ class Masked:
     """The true language tokens."""
     language_masked_B: Tensor
     """Whether the language is to be predicted."""
+    drafted_B: Tensor
+    """Whether the utterance sees a draft, where the decoder takes drafts."""
+    own_B: Tensor
+    """Whether what is not masked is the draft's, mistakes and all, and not the truth."""
     augment_BN: Tensor
     """Random numbers for SpecAugment."""
     letters_BS: Tensor
@@ -66,6 +70,8 @@ def mask_step(
     ratios: MaskRatios,
     *,
     language_share: float,
+    draft_share: float,
+    own_share: float,
     augment_numbers: int,
     letters: bool,
     generator: torch.Generator,
@@ -90,8 +96,19 @@ def mask_step(
     corrupted_SL = corrupt(tokens_SL, canvas_SL, scored_SL, ratio_S, generator=generator)
     language_S = torch.rand(total, generator=generator) < language_share
     augment_SN = torch.rand(total, augment_numbers, generator=generator)
+    drafted_S, own_S = torch.rand(2, total, generator=generator)
+    drafted_S = drafted_S < draft_share
+    own_S = drafted_S & (own_S < own_share)
+    choices = {"language_masked_B": language_S, "drafted_B": drafted_S, "own_B": own_S, "augment_BN": augment_SN}
     return [
-        _masked(batch, corrupted_SL[rows], ratio_S[rows], language_S[rows], augment_SN[rows], letters, device)
+        _masked(
+            batch,
+            corrupted_SL[rows],
+            ratio_S[rows],
+            {name: values_S[rows] for name, values_S in choices.items()},
+            letters,
+            device,
+        )
         for batch in batches
         for rows in (batch.rows_B,)
     ]
@@ -101,8 +118,7 @@ def _masked(
     batch: Batch,
     tokens_BL: Tensor,
     ratio_B: Tensor,
-    language_B: Tensor,
-    augment_BN: Tensor,
+    choices: dict[str, Tensor],
     letters: bool,
     device: torch.device,
 ) -> Masked:
@@ -115,9 +131,9 @@ def _masked(
     weights_R[len(weights_R) - spare :] = 0.0
     valid_B = targets.scored_BL.any(1)
     bin_B = (ratio_B * BINS).long().clamp(max=BINS - 1)
-    language_B = language_B & valid_B
+    language_B = choices["language_masked_B"] & valid_B
     letters_BS, letter_counts_B = spell(targets.tokens_BL, targets.scored_BL & letters)
-    on_device = {
+    on_device = choices | {
         "tokens_BL": torch.where(
             language_B[:, None] & (torch.arange(tokens_BL.shape[1]) == LANGUAGE_POSITION), MASK, tokens_BL
         ),
@@ -131,7 +147,6 @@ def _masked(
         "bin_counts": torch.bincount(bin_B[valid_B], minlength=BINS).float(),
         "languages_B": targets.tokens_BL[:, LANGUAGE_POSITION],
         "language_masked_B": language_B,
-        "augment_BN": augment_BN,
         "letters_BS": letters_BS,
         "letter_counts_B": letter_counts_B,
     }

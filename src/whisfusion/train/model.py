@@ -38,12 +38,16 @@ class StartingPoint:
 
 
 def adopt(recipe: Recipe, model: str) -> Recipe:
-    """The recipe with the architecture of a model to start from; dropout stays the recipe's."""
+    """The recipe with the architecture of a model to start from; dropout stays its own, and drafts can be added."""
     config, files = checkpoint.read_config(hub.resolve(model))
     bundled = any(name.startswith("encoder") for name in files)
     return replace(
         recipe,
-        decoder=replace(config.decoder, dropout=recipe.decoder.dropout),
+        decoder=replace(
+            config.decoder,
+            dropout=recipe.decoder.dropout,
+            drafts=config.decoder.drafts or recipe.decoder.drafts,
+        ),
         encoder=config.encoder_name,
         random_encoder=config.encoder if bundled else None,
         start="random",
@@ -58,7 +62,8 @@ def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
         folder = hub.resolve(init_from)
         model = checkpoint.load(folder, dtype=torch.float32)
         decoder = DiffusionDecoder(recipe.decoder)
-        decoder.load_state_dict(model.decoder.state_dict())
+        # A part that the model does not have yet starts by adding nothing.
+        decoder.load_state_dict(decoder.state_dict() | model.decoder.state_dict())
         bundled = any(name.startswith("encoder") for name in checkpoint.read_config(folder)[1])
         return StartingPoint(
             decoder,

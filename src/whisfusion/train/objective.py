@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whisfusion.ctc import ctc_loss
-from whisfusion.decoder import DiffusionDecoder
+from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.diffusion import diffusion_loss, position_losses, quantity_loss
-from whisfusion.tokenizer import LANGUAGES, get_tokenizer
+from whisfusion.memory import AudioMemory
+from whisfusion.pdd import ended
+from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
 from whisfusion.train.masking import BINS, LANGUAGE_POSITION, Masked
 
 _VOCAB_MULTIPLE = 64
@@ -52,6 +54,7 @@ class Objective(nn.Module):
         self.label_smoothing = label_smoothing
         self.languages = languages
         self._losses = torch.compile(head_losses, dynamic=True) if compiled else head_losses
+        self._likeliest = torch.compile(likeliest, dynamic=True) if compiled else likeliest
 
     def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked, ahead: Tensor | None = None) -> Terms:
         """`heard_BT` is None where every audio position counts; `ahead` is the decoder's."""
@@ -59,10 +62,12 @@ class Objective(nn.Module):
         memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
         # A canvas that is always full needs no mask, and attention without one is faster.
         canvas_BL = None if config.canvas.rule == "fixed" else masked.canvas_BL
-        states_BLD = decoder(masked.tokens_BL, memory, canvas_BL, ahead)
-        head_VD = decoder.embed.weight if config.tied else decoder.head.weight
+        tokens_BL, draft = masked.tokens_BL, None
+        if config.drafts:
+            tokens_BL, draft = self._draft(masked, memory, canvas_BL, ahead)
+        states_BLD = decoder(tokens_BL, memory, canvas_BL, ahead, draft)
         losses_R = self._losses(
-            states_BLD.flatten(0, 1)[masked.where_R], head_VD, masked.targets_R, self.label_smoothing
+            states_BLD.flatten(0, 1)[masked.where_R], decoder.output_weight, masked.targets_R, self.label_smoothing
         )
         quantity = language = losses_R.new_zeros(())
         if memory.quantity_B is not None:
@@ -77,6 +82,22 @@ class Objective(nn.Module):
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
+
+    @torch.no_grad()
+    def _draft(
+        self, masked: Masked, memory: AudioMemory, canvas_BL: Tensor | None, ahead: Tensor | None
+    ) -> tuple[Tensor, Draft]:
+        """What a first step would write, for those who see it, and the canvases with what those keep of it."""
+        tokens_BL = masked.tokens_BL
+        writable_BL = masked.canvas_BL & (torch.arange(tokens_BL.shape[1], device=tokens_BL.device) >= PROMPT_LENGTH)
+        states_BLD = self.decoder(tokens_BL.masked_fill(writable_BL, MASK), memory, canvas_BL, ahead)
+        found, sure, end = self._likeliest(states_BLD.flatten(0, 1), self.decoder.output_weight)
+        found_BL = torch.where(writable_BL, found.view_as(tokens_BL), tokens_BL)
+        ended_BL = ended(found_BL, writable_BL)
+        found_BL = found_BL.masked_fill(ended_BL, ENDOFTEXT)
+        sure_BL = torch.where(ended_BL, end.view_as(tokens_BL), sure.view_as(tokens_BL)) * masked.drafted_B[:, None]
+        kept_BL = masked.own_B[:, None] & writable_BL & (tokens_BL != MASK)
+        return torch.where(kept_BL, found_BL, tokens_BL), Draft(found_BL, sure_BL)
 
     def _language_loss(self, states_BD: Tensor, masked: Masked) -> Tensor:
         first = get_tokenizer().language_id(next(iter(LANGUAGES)))
@@ -100,8 +121,19 @@ def _spelling_loss(bytes_BTV: Tensor, heard_BT: Tensor | None, masked: Masked) -
 
 def head_losses(states_RD: Tensor, head_VD: Tensor, targets_R: Tensor, label_smoothing: float) -> Tensor:
     """`position_losses` over the whole vocabulary, of whose logits nothing outlives the call."""
+    return position_losses(_logits(states_RD, head_VD), targets_R, label_smoothing=label_smoothing)
+
+
+def likeliest(states_RD: Tensor, head_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The most likely tokens (R,) that may be written, their probabilities, and those of endoftext."""
+    logits_RV = _logits(states_RD, head_VD[:SAMPLEABLE]).float()
+    top_R, tokens_R = logits_RV.max(1)
+    total_R = logits_RV.logsumexp(1)
+    return tokens_R, (top_R - total_R).exp(), (logits_RV[:, ENDOFTEXT] - total_R).exp()
+
+
+def _logits(states_RD: Tensor, head_VD: Tensor) -> Tensor:
     vocabulary = head_VD.shape[0]
     # The rows added for speed are no parameters, and their columns are cut off before anything is summed.
     padded_VD = F.pad(head_VD, (0, 0, 0, -vocabulary % _VOCAB_MULTIPLE))
-    logits_RV = F.linear(states_RD, padded_VD)[:, :vocabulary]
-    return position_losses(logits_RV, targets_R, label_smoothing=label_smoothing)
+    return F.linear(states_RD, padded_VD)[:, :vocabulary]

@@ -27,7 +27,7 @@ from whisfusion.train.masking import BINS, Masked, mask_step, to_device
 from whisfusion.train.objective import Objective, Terms
 from whisfusion.train.parallel import Ranks, shard
 
-FRESH = ("adapter.", "anchors.")
+FRESH = ("adapter.", "anchors.", "draft.")
 """Parts of a decoder that no published model has."""
 
 
@@ -90,6 +90,8 @@ class Trainer:
             batches,
             schedule.mask_ratios(recipe, number, self.steps),
             language_share=recipe.language_share,
+            draft_share=recipe.draft_share,
+            own_share=recipe.own_share,
             augment_numbers=recipe.spec_augment.numbers,
             letters=recipe.decoder.adapter > 0,
             generator=torch.Generator().manual_seed(mix(recipe.seed, number, "masks")),
