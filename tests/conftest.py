@@ -25,6 +25,8 @@ def save_random_model(folder: Path, config: checkpoint.ModelConfig) -> Path:
         torch.nn.init.constant_(decoder.norm.get_parameter("weight"), 4.0)
         if config.decoder.drafts:
             torch.nn.init.normal_(decoder.draft.weight, std=0.5)
+        if config.decoder.spells_every:
+            torch.nn.init.normal_(decoder.adapter.told.weight, std=0.5)
     return checkpoint.save(
         folder,
         config,
@@ -56,8 +58,9 @@ def tiny_clip_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tied=True,
         anchors=True,
         anchor_parts=2,
-        adapter=1,
+        adapter=2,
         stride=2,
+        spells_every=1,
         drafts=True,
         canvas=Canvas("follow", 64),
     )

@@ -32,6 +32,7 @@ KINDS = [
     WHISPER | {"adapter": 2},
     WHISPER | {"adapter": 1, "stride": 2, "anchor_parts": 3},
     WHISPER | {"adapter": 1, "stride": 2, "every_frame": True},
+    WHISPER | {"adapter": 3, "stride": 2, "spells_every": 1},
 ]
 
 
@@ -177,7 +178,7 @@ def test_anchors_start_as_large_as_token_embeddings_whatever_the_audio(loudness)
     assert size.tolist() == pytest.approx([decoder.embed.weight.norm(dim=-1).mean().item()] * 2, rel=0.1)
 
 
-@pytest.mark.parametrize("more", [{}, {"stride": 2, "every_frame": True}])
+@pytest.mark.parametrize("more", [{}, {"stride": 2, "every_frame": True}, {"spells_every": 1}])
 def test_an_adapter_starts_by_changing_nothing(more):
     audio, tokens = torch.randn(2, 30, 32), torch.randint(0, 50_000, (2, 16))
     with torch.no_grad():
@@ -190,6 +191,19 @@ def test_an_adapter_starts_by_changing_nothing(more):
         assert (adapted(tokens, memory) - same).abs().max() < FLOAT32_TOLERANCE
     assert memory.bytes_BTV is not None
     assert memory.bytes_BTV.shape == (2, 30, 257)
+
+
+def test_what_is_spelled_early_is_told_to_the_layers_above():
+    adapted = small(**(WHISPER | {"adapter": 4, "stride": 2, "spells_every": 2})).requires_grad_(False)
+    audio = torch.randn(1, 30, 32)
+    before = adapted.listen(audio, positions=16)
+    assert [spelled.shape for spelled in before.earlier] == [(1, 30, 257)]
+    torch.nn.init.normal_(adapted.adapter.told.weight)
+    after = adapted.listen(audio, positions=16)
+    assert before.bytes_BTV is not None
+    assert after.bytes_BTV is not None
+    assert torch.equal(after.earlier[0], before.earlier[0])
+    assert (after.bytes_BTV - before.bytes_BTV).abs().max() > 1e-3
 
 
 def test_a_stride_hears_the_mean_of_the_frames_that_are_there():

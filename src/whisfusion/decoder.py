@@ -58,6 +58,8 @@ class DecoderConfig:
     """Frames of the encoder that the adapter makes one position of."""
     every_frame: bool = False
     """Whether what the adapter adds is given to each of them, so that the decoder hears as many positions as ever."""
+    spells_every: int = 0
+    """After every so many of its layers the adapter spells what it has heard, and the next are told; 0: at the end."""
     drafts: bool = False
     """Whether a masked position is told what the step before wrote there. Ours; off in the paper."""
     canvas: Canvas = field(default_factory=Canvas)
@@ -76,6 +78,10 @@ class DecoderConfig:
             problems.append(f"decoder adapter must be a number of layers, not {self.adapter}")
         if self.stride < 1 or (self.stride > 1 and not self.adapter):
             problems.append(f"decoder stride must be 1, or more with an adapter, not {self.stride}")
+        if self.spells_every < 0 or (self.spells_every and (not self.adapter or self.every_frame)):
+            problems.append(
+                f"decoder spells_every must be 0, or with an adapter without every_frame more, not {self.spells_every}"
+            )
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(f"decoder width {self.width} must divide into {self.heads} heads of even width")
         if self.block not in ("paper", "whisper"):
@@ -135,6 +141,7 @@ class DiffusionDecoder(nn.Module):
                 config.adapter,
                 stride=config.stride,
                 every_frame=config.every_frame,
+                spells_every=config.spells_every,
                 dropout=config.dropout,
             )
         if config.anchors:
@@ -161,6 +168,8 @@ class DiffusionDecoder(nn.Module):
                     output.weight.mul_(scale)
             if self.config.adapter:
                 self.adapter.mix.weight.zero_()
+                if self.config.spells_every:
+                    self.adapter.told.weight.zero_()
                 for block in self.adapter.blocks:
                     for output in (block.self_attn.out, block.ffn.down):
                         output.weight.zero_()
@@ -204,12 +213,12 @@ class DiffusionDecoder(nn.Module):
         canvas_B: Tensor | None = None,
     ) -> tuple[Tensor, AudioMemory]:
         """What keys and values are made of (B, T, D), and the memory as it is before they are made: see `listen`."""
-        bytes_BTV = None
+        bytes_BTV, earlier = None, []
         if self.config.adapter:
-            audio_BTD, heard_BT, bytes_BTV = self.adapter(audio_BTD, heard_BT)
+            audio_BTD, heard_BT, (*earlier, bytes_BTV) = self.adapter(audio_BTD, heard_BT)
         memory_BTD = self.project(audio_BTD)
         if not self.config.anchors:
-            return memory_BTD, AudioMemory([], heard_BT, bytes_BTV=bytes_BTV)
+            return memory_BTD, AudioMemory([], heard_BT, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
         own_BLD, quantity_B = self.anchors(
             audio_BTD,
             heard_BT,
@@ -219,7 +228,7 @@ class DiffusionDecoder(nn.Module):
         )
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
-        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, quantity_B, bytes_BTV)
+        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, quantity_B, bytes_BTV, tuple(earlier))
 
     def forward(
         self,

@@ -27,6 +27,8 @@ class AudioMemory:
     """How many tokens (endoftext included) the anchors hear."""
     bytes_BTV: Tensor | None = None
     """The adapter's CTC logits, one or more for every audio position: the blank and the 256 bytes of UTF-8."""
+    earlier: tuple[Tensor, ...] = ()
+    """The same (B, T, V) of earlier layers that spelled."""
 
 
 class Adapter(nn.Module):
@@ -35,12 +37,14 @@ class Adapter(nn.Module):
     A convolution and bidirectional blocks, added to what the encoder says; they start by adding nothing. CTC on the
     bytes of the transcript teaches them where in the audio each letter is. With a stride the blocks hear the mean of
     as many frames at a time, and so does the decoder, unless what they add is given to each frame (`every_frame`); CTC
-    spells at every frame in either case.
+    spells at every frame in either case. Blocks can be told how those before them would spell (self-conditioned CTC).
     """
 
-    def __init__(self, width: int, layers: int, *, stride: int, every_frame: bool, dropout: float) -> None:
+    def __init__(
+        self, width: int, layers: int, *, stride: int, every_frame: bool, spells_every: int, dropout: float
+    ) -> None:
         super().__init__()
-        self.stride, self.every_frame = stride, every_frame
+        self.stride, self.every_frame, self.spells_every = stride, every_frame, spells_every
         self.near = nn.Conv1d(width, width, 2 * stride + 1, stride=stride, padding=stride)
         self.mix = nn.Linear(width, width)
         self.blocks = Stack(
@@ -48,21 +52,33 @@ class Adapter(nn.Module):
             for _ in range(layers)
         )
         self.ctc = nn.Linear(width, CLASSES if every_frame else stride * CLASSES)
+        if spells_every:
+            self.told = nn.Linear(stride * CLASSES, width, bias=False)
 
-    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Features of every frame, or of every `stride`, zero where nothing was heard; where that is; CTC logits."""
+    def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Features of every frame, or of every `stride`, zero where nothing was heard; where that is; CTC logits of
+        the blocks that spell, those of the last one last.
+        """
         near_BTD = self.near(audio_BTD.transpose(1, 2)).transpose(1, 2).contiguous()
         means_BTD, present_BT = self._pool(audio_BTD, heard_BT)
         x_BTD = means_BTD + self.mix(F.gelu(near_BTD))
         mask = None if present_BT is None else present_BT[:, None, None, :]
-        for block in self.blocks:
+        spelled = []
+        for number, block in enumerate(self.blocks, 1):
             x_BTD = block(x_BTD, self_mask=mask)
+            if self.spells_every and number < len(self.blocks) and number % self.spells_every == 0:
+                spelled.append(self._spell(x_BTD))
+                likely_BTV = spelled[-1].softmax(-1).unflatten(1, (-1, self.stride)).flatten(2)
+                x_BTD = x_BTD + self.told(likely_BTV.to(x_BTD.dtype))
         if self.every_frame:
             added_BTD = (x_BTD - means_BTD).repeat_interleave(self.stride, 1)[:, : audio_BTD.shape[1]]
             x_BTD, present_BT = audio_BTD + added_BTD, heard_BT
         if present_BT is not None:
             x_BTD = x_BTD * present_BT[..., None]
-        return x_BTD, present_BT, self.ctc(x_BTD).unflatten(-1, (-1, CLASSES)).flatten(1, 2)
+        return x_BTD, present_BT, [*spelled, self._spell(x_BTD)]
+
+    def _spell(self, x_BTD: Tensor) -> Tensor:
+        return self.ctc(x_BTD).unflatten(-1, (-1, CLASSES)).flatten(1, 2)
 
     def _pool(self, x_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Means over `stride` frames, of those that were heard."""

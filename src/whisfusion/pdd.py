@@ -229,8 +229,8 @@ def empty_canvas(prompts_BP: Tensor, canvas_B: Tensor, positions: int) -> tuple[
 
 
 Write = Callable[[Tensor, Draft | None, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Writes wanted positions: tokens, the step before's, wanted, log-probabilities, endoftext's log-probabilities and uniforms
-in; tokens and both log-probabilities out, for as many candidates as there are uniforms."""
+"""Writes wanted positions: tokens, what the step before wrote, wanted, log-probabilities, endoftext's and uniforms in;
+tokens and both log-probabilities out, for as many candidates as there are uniforms."""
 
 
 def denoise(

@@ -45,6 +45,9 @@ def decoder_flops(
         heard = config.audio_width
         adapter = audio * heard * ((2 * config.stride + 2) * heard + config.stride * CLASSES)
         adapter += config.adapter * audio * heard * (12 * heard + 2 * audio)
+        if config.spells_every:
+            earlier = (config.adapter - 1) // config.spells_every
+            adapter += earlier * audio * heard * 2 * config.stride * CLASSES
     forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
     draft = 0

@@ -38,7 +38,7 @@ class StartingPoint:
 
 
 def adopt(recipe: Recipe, model: str) -> Recipe:
-    """The recipe with the architecture of a model to start from; dropout stays its own, and drafts can be added."""
+    """The recipe with the architecture of a model to start from; dropout stays its own, and parts can be added."""
     config, files = checkpoint.read_config(hub.resolve(model))
     bundled = any(name.startswith("encoder") for name in files)
     return replace(
@@ -47,6 +47,7 @@ def adopt(recipe: Recipe, model: str) -> Recipe:
             config.decoder,
             dropout=recipe.decoder.dropout,
             drafts=config.decoder.drafts or recipe.decoder.drafts,
+            spells_every=config.decoder.spells_every or recipe.decoder.spells_every * (config.decoder.adapter > 0),
         ),
         encoder=config.encoder_name,
         random_encoder=config.encoder if bundled else None,

@@ -32,7 +32,7 @@ class Terms:
     language: Tensor
     """Cross-entropy of the language tokens that were masked."""
     ctc: Tensor
-    """Cross-entropy of the adapter's spelling, a letter."""
+    """Cross-entropy of the adapter's spelling, a letter; the mean over the layers that spell."""
     by_bin: Tensor
     """The first by bins of the mask ratio, without gradient."""
 
@@ -78,7 +78,8 @@ class Objective(nn.Module):
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
         ctc = losses_R.new_zeros(())
         if memory.bytes_BTV is not None:
-            ctc = _spelling_loss(memory.bytes_BTV, memory.heard_BT, masked)
+            spelled = [*memory.earlier, memory.bytes_BTV]
+            ctc = torch.stack([_spelling_loss(bytes_BTV, memory.heard_BT, masked) for bytes_BTV in spelled]).mean()
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)

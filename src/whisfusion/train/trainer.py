@@ -42,7 +42,7 @@ class Readings:
     language: float
     """Cross-entropy of masked language tokens; nan where there were none."""
     ctc: float
-    """The adapter's CTC loss a letter; 0 without an adapter."""
+    """The adapter's CTC loss a letter, the mean over the layers that spell; 0 without an adapter."""
     gradient_norm: float
     """Mean over the steps, before clipping."""
     by_bin: tuple[float, ...]
