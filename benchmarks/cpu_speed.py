@@ -32,7 +32,8 @@ from whisfusion.data.manifest import Utterance, load_samples, read_manifest
 from whisfusion.data.table import text_table
 from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
-from whisfusion.evaluate.score import Rate, ScoreOptions, score
+from whisfusion.evaluate.rates import Rate
+from whisfusion.evaluate.score import ScoreOptions, score
 from whisfusion.train.dev import spread
 from whisfusion.train.recipes import trial
 

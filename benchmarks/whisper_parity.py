@@ -23,7 +23,8 @@ import whisfusion
 from whisfusion import environment, hub
 from whisfusion.data.manifest import Utterance, load_samples, read_manifest
 from whisfusion.data.table import text_table
-from whisfusion.evaluate.score import Rate, ScoreOptions, score
+from whisfusion.evaluate.rates import Rate
+from whisfusion.evaluate.score import ScoreOptions, score
 from whisfusion.normalise import normalise
 
 LEAST_IDENTICAL = 0.99

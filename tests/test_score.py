@@ -1,4 +1,5 @@
 import json
+import lzma
 import random
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from whisfusion.data.manifest import Utterance
 from whisfusion.errors import ManifestError, OptionError
-from whisfusion.evaluate.score import Report, ScoreOptions, bootstrap_interval, count_edits, read_hypotheses, score
+from whisfusion.evaluate.rates import bootstrap_interval, count_edits
+from whisfusion.evaluate.score import Report, ScoreOptions, read_hypotheses, score
 from whisfusion.evaluate.tables import render_report
 from whisfusion.normalise import normalise
 
@@ -123,7 +125,7 @@ def test_scoring_twice_gives_the_same_and_another_seed_another_interval():
 def test_memory_does_not_decide_the_interval(monkeypatch: pytest.MonkeyPatch):
     edits, units = np.arange(40) % 5, np.full(40, 7)
     whole = bootstrap_interval(edits, units, resamples=100, seed=3)
-    monkeypatch.setattr("whisfusion.evaluate.score._DRAWS_AT_ONCE", 300)
+    monkeypatch.setattr("whisfusion.evaluate.rates._DRAWS_AT_ONCE", 300)
     assert bootstrap_interval(edits, units, resamples=100, seed=3) == whole
 
 
@@ -196,12 +198,62 @@ def test_two_hypotheses_for_one_utterance_are_refused():
         score([hypothesis("a", "red"), hypothesis("a", "blue")], [utterance("a", "red")])
 
 
+def test_chinese_is_folded_on_both_sides_where_one_asks():
+    utterances = [utterance("a", "漢語很乾淨", "zh"), utterance("b", "汉语", "zh"), utterance("c", "漢字", "ja")]
+    records = [hypothesis("a", "汉语很干净"), hypothesis("b", "漢語"), hypothesis("c", "汉字")]
+    plain, folded = (score(records, utterances, ScoreOptions(fold_chinese=fold)) for fold in (False, True))
+    assert [s.selected.substitutions for s in plain.scores] == [1, 6]
+    assert [s.selected.substitutions for s in folded.scores] == [1, 0]
+    assert "OpenCC" in render_report(folded)
+    assert "OpenCC" not in render_report(plain)
+
+
+def test_written_references_are_scored_with_case_and_punctuation_too():
+    utterances = [
+        utterance("a", "Yes, I see.", dataset="written"),
+        utterance("b", "YES I SEE THE BOYS' HATS", dataset="capitals"),
+    ]
+    records = [hypothesis("a", "yes, i see.", "written"), hypothesis("b", "Yes, I see the boys' hats.", "capitals")]
+    report = score(records, utterances)
+    capitals, written = report.scores
+    assert capitals.written is None
+    assert report.totals[0].written is None
+    assert written.written is not None
+    assert written.selected.rate == 0
+    assert written.written.punctuated.rate == pytest.approx(2 / 5)
+    assert written.written.cased.rate == pytest.approx(2 / 3)
+    assert written.written.punctuation.f1 == 1
+    assert "40.00" in render_report(report)
+    assert "precision" not in render_report(score(records, utterances[1:]))
+
+
+def test_detected_languages_are_compared_with_the_manifests():
+    utterances = [utterance(name, "rot", "German") for name in "abcd"]
+    heard = {"a": "de", "b": "nl", "c": "nl"}
+    records = [hypothesis(name, "rot", detected_language=language) for name, language in heard.items()]
+    report = score([*records, hypothesis("d", "", error="d: no such file")], utterances)
+    detected = report.scores[0].detected
+    assert detected is not None
+    assert (detected.utterances, detected.right, detected.mistaken) == (3, 1, {"nl": 2})
+    assert "33.33" in render_report(report)
+    assert score([hypothesis("a", "rot")], utterances[:1]).scores[0].detected is None
+
+
 def test_the_report_is_json_and_a_table():
     report = score(*reversed(corpus(30)))
     assert isinstance(report, Report)
     assert json.loads(json.dumps(report.to_dict()))["scores"][0]["selected"]["utterances"] == 30
     assert f"{100 * report.scores[0].selected.rate:.2f}" in render_report(report)
     assert "WER by duration, set (en)" in render_report(report)
+
+
+def test_compressed_hypotheses_are_read_as_they_are(tmp_path: Path):
+    line = json.dumps(hypothesis("a", "汉语"))
+    (tmp_path / "h.jsonl.xz").write_bytes(lzma.compress(f"{line}\n".encode()))
+    assert read_hypotheses(tmp_path / "h.jsonl.xz") == [hypothesis("a", "汉语")]
+    (tmp_path / "h.jsonl.xz").write_bytes(b"cut off")
+    with pytest.raises(ManifestError, match="xz cannot be read"):
+        read_hypotheses(tmp_path / "h.jsonl.xz")
 
 
 def test_bad_lines_are_named_all_at_once(tmp_path: Path):

@@ -12,8 +12,12 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from whisfusion.english_numbers import numbers_in_digits
+
+if TYPE_CHECKING:
+    from opencc import OpenCC
 
 CHARACTER_LANGUAGES = frozenset({"zh", "ja", "ko", "th", "lo", "my", "km"})
 """Languages scored by character: their words are not separated by spaces, or not in one agreed way."""
@@ -33,6 +37,18 @@ def units(text: str, language: str) -> list[str]:
     """
     normalised = normalise(text, language)
     return list(normalised.replace(" ", "")) if language in CHARACTER_LANGUAGES else normalised.split()
+
+
+def simplified(text: str) -> str:
+    """Chinese `text` in simplified characters, by OpenCC's t2s; OpenCC comes with whisfusion[chinese]."""
+    return _opencc().convert(text)
+
+
+@functools.cache
+def _opencc() -> "OpenCC":
+    from opencc import OpenCC
+
+    return OpenCC("t2s")
 
 
 def edit_rate(hypothesis: str, reference: str, language: str) -> float:

@@ -118,6 +118,11 @@ def add_score(commands: Commands) -> None:
         default="error",
         help="utterances without a hypothesis: refuse (default), count as empty text, or leave out",
     )
+    parser.add_argument(
+        "--fold_chinese",
+        action="store_true",
+        help="compare Chinese in simplified characters, whichever were written (needs whisfusion[chinese])",
+    )
     parser.add_argument("--resamples", type=int, default=1000, metavar="R", help="of the bootstrap (default 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap (default 0)")
 
@@ -127,7 +132,7 @@ def run_score(arguments: Arguments) -> int:
     from whisfusion.evaluate.score import ScoreOptions, read_hypotheses, score
     from whisfusion.evaluate.tables import render_report
 
-    options = ScoreOptions(arguments.missing, arguments.resamples, arguments.seed)
+    options = ScoreOptions(arguments.missing, arguments.resamples, arguments.seed, arguments.fold_chinese)
     report = score(read_hypotheses(*arguments.hypotheses), _read(arguments), options)
     if not report.scores:
         raise ManifestError("no hypothesis belongs to an utterance of these manifests")

@@ -1,12 +1,15 @@
 """Error rates of raw hypotheses: words, or characters where a language is scored so. Pure, seeded, repeatable.
 
-Every error rate in this project comes from here.
+On normalised text, and beside it on the text as it is written; and how often the language was detected right.
 """
 
 import json
+import lzma
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +17,14 @@ import numpy as np
 
 from whisfusion.data.manifest import Utterance
 from whisfusion.errors import ManifestError, OptionError
-from whisfusion.normalise import CHARACTER_LANGUAGES, units
+from whisfusion.evaluate.rates import Edits, Rate, count_edits, error_rate
+from whisfusion.evaluate.written import Written, WrittenEdits, judge_written, punctuation
+from whisfusion.normalise import CHARACTER_LANGUAGES, simplified, units
 from whisfusion.tokenizer import canonical_language
 
 BIN_SECONDS = 5.0
 LAST_BIN = 30.0
 """Durations are binned by five seconds; whatever is longer than this shares one more bin."""
-
-_DRAWS_AT_ONCE = 1 << 22
 
 Measure = Literal["wer", "cer"]
 
@@ -35,6 +38,8 @@ class ScoreOptions:
     resamples: int = 1000
     """Of the bootstrap over utterances that gives the 95 % intervals."""
     seed: int = 0
+    fold_chinese: bool = False
+    """Take Chinese on both sides in simplified characters, by OpenCC: models and corpora write either kind."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -46,43 +51,22 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class Edits:
-    """What separates a hypothesis from its reference, in words or characters."""
-
-    substitutions: int
-    deletions: int
-    insertions: int
-    units: int
-    """Of the reference."""
-
-    @property
-    def total(self) -> int:
-        """All edits."""
-        return self.substitutions + self.deletions + self.insertions
-
-
-@dataclass(frozen=True)
-class Rate:
-    """An error rate (1.0 is 100 %) over some utterances, with its 95 % interval."""
-
-    utterances: int
-    seconds: float
-    rate: float
-    low: float
-    high: float
-    substitutions: int
-    deletions: int
-    insertions: int
-    units: int
-
-
-@dataclass(frozen=True)
 class Bin:
     """The utterances that last from `start` up to, not including, `end` seconds; None is without end."""
 
     start: float
     end: float | None
     selected: Rate
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well the language was told, over the utterances whose language was detected."""
+
+    utterances: int
+    right: int
+    mistaken: Mapping[str, int]
+    """How many of the others were taken for which language, the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +87,10 @@ class Score:
     missing: int
     """Utterances without a hypothesis."""
     bins: tuple[Bin, ...]
+    written: Written | None
+    """With case and punctuation; None where the references have no punctuation, and of everything together."""
+    detected: Detection | None
+    """None where the run was told the language."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +109,17 @@ class Report:
 
 
 def read_hypotheses(*paths: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of files that `whisfusion evaluate` wrote. Raises ManifestError naming the lines that are none."""
+    """The lines of files that `whisfusion evaluate` wrote, or of such files compressed as .xz.
+
+    Raises ManifestError naming the lines that are no hypotheses.
+    """
     records: list[dict[str, Any]] = []
     problems: list[str] = []
     for path in map(Path, paths):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            content = path.read_bytes()
+            lines = (lzma.decompress(content) if path.suffix == ".xz" else content).decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
             problems.append(f"{path} cannot be read: {error}")
             continue
         for number, line in enumerate(lines, 1):
@@ -172,7 +164,7 @@ def score(
         if record is None:
             missing[group] = missing.get(group, 0) + 1
         if record is not None or options.missing == "empty":
-            judged.append(_judge(utterance, record or {"text": ""}))
+            judged.append(_judge(utterance, record or {"text": ""}, options))
     scores = tuple(
         _score(dataset, language, _measure(language), judged, missing.get((dataset, language), 0), options)
         for (dataset, language), judged in sorted(groups.items())
@@ -181,46 +173,31 @@ def score(
     return Report(scores, _totals(groups, missing, options), len(heard.keys() - keys), options)
 
 
-def count_edits(hypothesis: Sequence[str], reference: Sequence[str]) -> Edits:
-    """The fewest edits that make the units of a hypothesis those of its reference, by kind, as jiwer counts them."""
-    from rapidfuzz.distance import Levenshtein
-
-    kinds = [operation.tag for operation in Levenshtein.editops(reference, hypothesis)]
-    return Edits(kinds.count("replace"), kinds.count("delete"), kinds.count("insert"), len(reference))
-
-
-def bootstrap_interval(edits_U: np.ndarray, units_U: np.ndarray, *, resamples: int, seed: int) -> tuple[float, float]:
-    """95 % interval of sum(edits) / sum(units) over U utterances, drawn again U at a time with replacement."""
-    rng = np.random.default_rng(seed)
-    count = len(edits_U)
-    rates = []
-    # Resamples by the row; as many rows at a time as fit in memory, whatever the number of utterances.
-    rows = max(1, _DRAWS_AT_ONCE // count)
-    for first in range(0, resamples, rows):
-        drawn_RU = rng.integers(count, size=(min(rows, resamples - first), count))
-        rates.append(edits_U[drawn_RU].sum(1) / np.maximum(1, units_U[drawn_RU].sum(1)))
-    low, high = np.percentile(np.concatenate(rates), [2.5, 97.5])
-    return float(low), float(high)
-
-
 @dataclass(frozen=True)
 class _Judged:
     """One utterance: the edits of what was selected, and what other selections would have cost."""
 
     seconds: float
+    language: str
     selected: Edits
+    written: WrittenEdits
+    detected: str | None
     confidence: int
     oracle: int
     has_candidates: bool
     failed: bool
 
 
-def _judge(utterance: Utterance, record: Mapping[str, Any]) -> _Judged:
+def _judge(utterance: Utterance, record: Mapping[str, Any], options: ScoreOptions) -> _Judged:
     language = canonical_language(utterance.language)
-    reference = units(utterance.text, language)
+
+    def folded(text: str) -> str:
+        return simplified(text) if options.fold_chinese and language == "zh" else text
+
+    reference = units(folded(utterance.text), language)
 
     def edits(text: str) -> Edits:
-        return count_edits(units(text, language), reference)
+        return count_edits(units(folded(text), language), reference)
 
     selected = edits(record["text"])
     candidates = record.get("candidates") or []
@@ -229,7 +206,10 @@ def _judge(utterance: Utterance, record: Mapping[str, Any]) -> _Judged:
     confidences = [candidate["confidence"] for candidate in candidates] or [0.0]
     return _Judged(
         utterance.duration,
+        language,
         selected,
+        judge_written(folded(record["text"]), folded(utterance.text), language),
+        record.get("detected_language"),
         confidence=totals[int(np.argmax(confidences))],
         oracle=min(totals),
         has_candidates=bool(candidates),
@@ -271,6 +251,8 @@ def _score(
         errors=sum(one.failed for one in judged),
         missing=missing,
         bins=_bins(judged, options),
+        written=_written(judged, options),
+        detected=_detection(judged),
     )
 
 
@@ -286,29 +268,35 @@ def _totals(
         if len(alike) > 1:
             judged = [one for group in alike for one in groups[group]]
             lost = sum(missing.get(group, 0) for group in alike)
-            totals.append(_score("all", "all", measure, judged, lost, options))
+            total = _score("all", "all", measure, judged, lost, options)
+            # Some references may be written, others in capitals or in lower case.
+            totals.append(replace(total, written=None))
     return tuple(totals)
 
 
-def _rate(judged: Sequence[_Judged], options: ScoreOptions) -> Rate:
-    edits_U = np.array([one.selected.total for one in judged])
-    units_U = np.array([one.selected.units for one in judged])
-    low, high = bootstrap_interval(edits_U, units_U, resamples=options.resamples, seed=options.seed)
+def _rate(
+    judged: Sequence[_Judged], options: ScoreOptions, of: Callable[[_Judged], Edits] = attrgetter("selected")
+) -> Rate:
+    seconds = sum(one.seconds for one in judged)
+    return error_rate(list(map(of, judged)), seconds, resamples=options.resamples, seed=options.seed)
 
-    def total(of: Callable[[Edits], int]) -> int:
-        return sum(of(one.selected) for one in judged)
 
-    return Rate(
-        utterances=len(judged),
-        seconds=sum(one.seconds for one in judged),
-        rate=float(edits_U.sum() / max(1, units_U.sum())),
-        low=low,
-        high=high,
-        substitutions=total(lambda edits: edits.substitutions),
-        deletions=total(lambda edits: edits.deletions),
-        insertions=total(lambda edits: edits.insertions),
-        units=total(lambda edits: edits.units),
+def _written(judged: Sequence[_Judged], options: ScoreOptions) -> Written | None:
+    if not any(one.written.reference for one in judged):
+        return None
+    return Written(
+        _rate(judged, options, attrgetter("written.punctuated")),
+        _rate(judged, options, attrgetter("written.cased")),
+        *punctuation([one.written for one in judged]),
     )
+
+
+def _detection(judged: Sequence[_Judged]) -> Detection | None:
+    detected = [(one.detected, one.language) for one in judged if one.detected is not None]
+    if not detected:
+        return None
+    mistaken = Counter(found for found, spoken in detected if found != spoken)
+    return Detection(len(detected), len(detected) - mistaken.total(), dict(mistaken.most_common()))
 
 
 def _bins(judged: Sequence[_Judged], options: ScoreOptions) -> tuple[Bin, ...]:

@@ -7,8 +7,13 @@ from whisfusion.evaluate.score import Bin, Rate, Report, Score
 
 
 def render_report(report: Report) -> str:
-    """Every dataset, then durations, then what was missing or left out."""
-    parts = [_score_table([*report.scores, *report.totals])]
+    """Every dataset; as it was written and the language detected, where there is either; durations; what is amiss."""
+    every = [*report.scores, *report.totals]
+    parts = [_score_table(every)]
+    if any(score.written for score in every):
+        parts += ["with case and punctuation kept; punctuation by precision, recall and F1", _written_table(every)]
+    if any(score.detected for score in every):
+        parts += ["language detected", _detection_table(every)]
     for score in report.totals or report.scores:
         title = "all" if score.dataset == "all" else f"{score.dataset} ({score.language})"
         parts += [f"{score.measure.upper()} by duration, {title}", _bin_table(score.bins)]
@@ -21,6 +26,8 @@ def render_report(report: Report) -> str:
         parts.append(f"{missing:,} without a hypothesis, {treated}")
     if report.unknown:
         parts.append(f"{report.unknown:,} hypotheses of other utterances, left out")
+    if report.options.fold_chinese:
+        parts.append("Chinese in simplified characters on both sides, by OpenCC t2s")
     return "\n\n".join(parts)
 
 
@@ -45,6 +52,41 @@ def _score_table(scores: Sequence[Score]) -> str:
             )
         )
     return text_table((*header, "confidence %", "oracle %"), rows)
+
+
+def _written_table(scores: Sequence[Score]) -> str:
+    header = ("dataset", "language", "measure", "punctuated %", "95 %", "cased %", "95 %")
+    rows = []
+    for one in scores:
+        if written := one.written:
+            marks = [f"{mark} {100 * of.f1:.0f}" for mark, of in written.marks.items() if of.reference]
+            rows.append(
+                (
+                    one.dataset,
+                    one.language,
+                    one.measure.upper(),
+                    *(_percent(written.punctuated.rate), _interval(written.punctuated)),
+                    *(_percent(written.cased.rate), _interval(written.cased)),
+                    *map(_percent, (written.punctuation.precision, written.punctuation.recall, written.punctuation.f1)),
+                    "  ".join(marks),
+                )
+            )
+    return text_table((*header, "precision %", "recall %", "F1 %", "F1 % by mark"), rows)
+
+
+def _detection_table(scores: Sequence[Score]) -> str:
+    rows = [
+        (
+            one.dataset,
+            one.language,
+            f"{one.detected.utterances:,}",
+            _percent(one.detected.right / one.detected.utterances),
+            ", ".join(f"{language} {count:,}" for language, count in one.detected.mistaken.items()),
+        )
+        for one in scores
+        if one.detected
+    ]
+    return text_table(("dataset", "language", "utterances", "right %", "else taken for"), rows)
 
 
 def _bin_table(bins: Sequence[Bin]) -> str:
