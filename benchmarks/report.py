@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "results.md"
 HEAD = """# Results
 
 Every figure on this page is made by `benchmarks/report.py` from the JSON under `benchmarks/results`, which also holds
-the machine, the versions, the seed and the command. Error rates are corpus error rates on normalised text, in percent,
-with 95 % bootstrap intervals in brackets.
+the machine, the versions, the seed and the command. Error rates are corpus error rates in percent, on normalised text
+where nothing else is said, with 95 % bootstrap intervals.
 """
 
 PARITY = """## Whisper, the peer
@@ -69,6 +69,23 @@ the same encoder has {whisper:.2f} % on librispeech-test-clean-a (below). How it
 |---|---|---|---|---|
 {rows}
 
+A set that is named again has both sides folded to simplified characters first, by the tool named.
+
+With case and punctuation, on the sets whose references have any: the error rate over words and punctuation marks, each
+mark counted like a word; over words alone, case kept; and how much of the punctuation is there and after the right word
+(F1 by mark for those that the references have {frequent} times or more). Mandarin and Japanese by character. How it is
+counted: `src/whisfusion/evaluate/written.py`.
+
+| set | words and marks | 95 % | cased words | 95 % | precision | recall | F1 | F1 by mark |
+|---|---|---|---|---|---|---|---|---|
+{written}
+
+The language, where it is detected among those that the model knows:
+
+| set | language | clips | right | else taken for |
+|---|---|---|---|---|
+{detected}
+
 By duration, on librispeech-test-clean-a:
 
 | seconds | clips | WER | 95 % |
@@ -91,6 +108,9 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 |---|---|---|---|---|
 {rows}
 """
+
+FREQUENT = 5
+"""Marks that are rarer in the references of a set have no F1 of their own on the page."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -158,15 +178,22 @@ def model() -> str:
     def cells(part: dict[str, Any]) -> str:
         return f"{part['utterances']:,} | {part['percent']:.2f} % | {part['low']:.2f} to {part['high']:.2f}"
 
-    rows = [
-        f"| {part['dataset']} ({part['measure'].upper()}) | {part['language']} | {cells(part)} |"
-        for part in scores["sets"]
-    ]
+    rows = []
+    for part in scores["sets"]:
+        measure = part["measure"].upper()
+        rows.append(f"| {part['dataset']} ({measure}) | {part['language']} | {cells(part)} |")
+        if folded := part["folded"]:
+            rows.append(
+                f"| {part['dataset']} ({measure}, {folded['by']}) | {part['language']} | {cells(part | folded)} |"
+            )
     [clean] = [part for part in scores["sets"] if part["dataset"] == "librispeech-test-clean-a"]
     bins = [f"| {group['seconds'][0]:.0f} to {group['seconds'][1]:.0f} | {cells(group)} |" for group in clean["bins"]]
     decoding = scores["decoding"]
     return MODEL.format(
         rows="\n".join(rows),
+        frequent=FREQUENT,
+        written="\n".join(written_row(part) for part in scores["sets"] if part["written"]),
+        detected="\n".join(detected_row(part) for part in scores["sets"] if part["detected"]),
         bins="\n".join(bins),
         trajectory=", ".join(f"{ratio:g}" for ratio in decoding["trajectory"]),
         **{name: decoding[name] for name in ("candidates", "steps", "temperature", "remask")},
@@ -175,6 +202,25 @@ def model() -> str:
         step_seconds=training["settings"]["sampler"]["seconds"],
         whisper=read("whisper_parity.json")["wer"]["whisfusion"]["percent"],
     )
+
+
+def written_row(part: dict[str, Any]) -> str:
+    written = part["written"]
+
+    def error(rate: dict[str, float]) -> str:
+        return f"{rate['percent']:.2f} % | {rate['low']:.2f} to {rate['high']:.2f}"
+
+    marks = [f"`{mark}` {of['f1']:.0f}" for mark, of in written["marks"].items() if of["reference"] >= FREQUENT]
+    shares = [f"{written['punctuation'][name]:.1f} %" for name in ("precision", "recall", "f1")]
+    cells = [part["dataset"], error(written["punctuated"]), error(written["cased"]), *shares, ", ".join(marks)]
+    return f"| {' | '.join(cells)} |"
+
+
+def detected_row(part: dict[str, Any]) -> str:
+    detected = part["detected"]
+    mistaken = ", ".join(f"{language} {count:,}" for language, count in detected["mistaken"].items())
+    share = 100 * detected["right"] / detected["utterances"]
+    return f"| {part['dataset']} | {part['language']} | {detected['utterances']:,} | {share:.1f} % | {mistaken} |"
 
 
 def render() -> str:
