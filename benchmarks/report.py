@@ -80,13 +80,7 @@ counted: `src/whisfusion/evaluate/written.py`.
 |---|---|---|---|---|---|---|---|---|
 {written}
 
-The language, where it is detected among those that the model knows:
-
-| set | language | clips | right | else taken for |
-|---|---|---|---|---|
-{detected}
-
-By duration, on librispeech-test-clean-a:
+{detected}By duration, on librispeech-test-clean-a:
 
 | seconds | clips | WER | 95 % |
 |---|---|---|---|
@@ -96,6 +90,14 @@ Its training, {model_step:,} steps of {step_seconds:,.0f} s of speech at {ms_per
 {hours_heard:,.0f} h heard: [loss](../benchmarks/results/base/loss.png),
 [dev error](../benchmarks/results/base/wer.png) (a mean over eleven languages, most of them synthetic; by set in
 `dev_sets.csv` beside it).
+"""
+
+DETECTED = """The language, where it is detected among those that the model knows:
+
+| set | language | clips | right | else taken for |
+|---|---|---|---|---|
+{rows}
+
 """
 
 CPU = """## Speed on a CPU
@@ -188,12 +190,13 @@ def model() -> str:
             )
     [clean] = [part for part in scores["sets"] if part["dataset"] == "librispeech-test-clean-a"]
     bins = [f"| {group['seconds'][0]:.0f} to {group['seconds'][1]:.0f} | {cells(group)} |" for group in clean["bins"]]
+    detected = [detected_row(part) for part in scores["sets"] if part["detected"]]
     decoding = scores["decoding"]
     return MODEL.format(
         rows="\n".join(rows),
         frequent=FREQUENT,
         written="\n".join(written_row(part) for part in scores["sets"] if part["written"]),
-        detected="\n".join(detected_row(part) for part in scores["sets"] if part["detected"]),
+        detected=DETECTED.format(rows="\n".join(detected)) if detected else "",
         bins="\n".join(bins),
         trajectory=", ".join(f"{ratio:g}" for ratio in decoding["trajectory"]),
         **{name: decoding[name] for name in ("candidates", "steps", "temperature", "remask")},
