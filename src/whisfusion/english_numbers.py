@@ -123,7 +123,7 @@ class _NumberReader:
                 consumed = False
             elif word in _NUMBER_WORDS:
                 consumed = self._read_number_word(previous, word, following)
-            elif not self._read_numeral(word):
+            elif word.isalpha() or not self._read_numeral(word):
                 self._end_number()
                 self._write(word)
         self._end_number()
