@@ -220,7 +220,7 @@ class Stage:
     def _hear(self, windows: Sequence[Window], options: DecodingOptions) -> Tensor:
         assert self.engine is not None
         plan = self.engine.plan(windows, options)
-        return self.engine.hear(plan, *self.engine.upload_samples(plan, windows)).clone()
+        return self.engine.hear(plan, self.engine.samples(plan, windows), self.engine.frames(plan, windows)).clone()
 
     def _timed(self, run: Callable[[], object]) -> float:
         _wait(self.device)
