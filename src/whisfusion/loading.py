@@ -33,7 +33,7 @@ def load(
         "auto": bfloat16 on CUDA, elsewhere float32; int8 on a CPU for a model that is stored so.
     system: "whisfusion", or "whisper" for a published Whisper with its own greedy decoder.
     engine: "graph" replays decoding as CUDA graphs, several times as fast; it takes seconds to get ready for a new
-        shape of batch, and keeps the 64 graphs used last. "eager" runs step by step. The same transcripts. "auto" is
+        shape of batch, and keeps the 256 graphs used last. "eager" runs step by step. The same transcripts. "auto" is
         graph on CUDA, elsewhere eager.
 
     Raises ModelError for a model that is missing or altered, OptionError for an unknown device or dtype.
