@@ -114,6 +114,46 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 FREQUENT = 5
 """Marks that are rarer in the references of a set have no F1 of their own on the page."""
 
+GPU = """## Speed on a GPU
+
+The paper's shapes at full size, {weights} weights, bf16, N = {n}, on one {device}, by the paper's protocol:
+{clips} clips of {mean_seconds} s on average ({set});
+encoder, decoding and selection timed, the spectrogram outside the timer and, in the last column, inside. At batch 1
+utterances run one after another with nothing overlapped. The eager path hears every {eager_hears_every}th clip. Made by
+`{command}`.
+
+| engine | batch | K | canvas | window, s | rerank | ms an utterance | RTFx | target, ms | ms with spectrogram |
+|---|---|---|---|---|---|---|---|---|---|
+{rows}
+
+{verdict}
+
+Where the time of the graph engine goes, and what share of the measured matrix peak of {matrix_peak_tflops:.0f} TFLOP/s
+each stage reaches:
+
+| stage | {batches} |
+|---|{dashes}
+{stages}
+"""
+
+PEERS = """Whisper by Hugging Face's `generate` on one {device}, at the token counts of the same utterances ({set}).
+Made by `{command}`.
+
+| model | batch | ms an utterance | RTFx |
+|---|---|---|---|
+{rows}
+"""
+
+TARGETS = {
+    ("eager", 1, 5, 192, 30, False): 50.0,
+    ("graph", 1, 5, 192, 30, False): 14.7,
+    ("graph", 32, 5, 192, 30, False): 11.3,
+    ("graph", 32, 5, "follow", 30, False): 8.8,
+    ("graph", 1, 15, 192, 30, False): 29.5,
+    ("graph", 1, 5, 192, 30, True): 21.0,
+}
+"""Milliseconds an utterance that were set as the aim, by engine, batch, K, canvas, window and reranking."""
+
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text("utf-8"))
@@ -174,6 +214,67 @@ def cpu() -> str:
     return CPU.format(rows=rows, processor=result["machine"]["processor"], **result)
 
 
+def gpu() -> str:
+    result = read("rtfx.json")
+    rows, missed = [], []
+    for row, inside in zip(result["rows"], result["rows_with_mel"], strict=True):
+        case = (row["engine"], row["batch"], row["k"], row["canvas"], row["window_s"], row["rerank"])
+        target = TARGETS.get(case)
+        cells = [*case[:5], "yes" if row["rerank"] else "", f"{row['ms']:.2f}", f"{row['rtfx']:,.0f}"]
+        cells += ["" if target is None else f"{target:.1f}", f"{inside['ms']:.2f}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+        if target is not None and row["ms"] > target:
+            words = f"{row['engine']}, batch {row['batch']}, K = {row['k']}, canvas {row['canvas']}"
+            missed.append(f"{words}{', rerank' * row['rerank']} ({row['ms']:.2f} ms against {target:.1f})")
+    verdict = "All targets are met."
+    if missed:
+        verdict = f"{len(missed)} of {len(TARGETS)} targets are not met:\n\n" + "\n".join(
+            f"- {miss}" for miss in missed
+        )
+    parts = {part["batch"]: {stage["stage"]: stage for stage in part["stages"]} for part in result["breakdown"]}
+
+    def cell(stage: dict[str, Any]) -> str:
+        share = stage["of_matrix_peak"]
+        return f"{stage['ms']:.2f} | {'' if share is None else f'{100 * share:.0f} %'}"
+
+    return GPU.format(
+        rows="\n".join(rows),
+        verdict=verdict,
+        n=result["rows"][0]["n"],
+        device=result["machine"]["device_name"],
+        batches=" | ".join(f"batch {batch}, ms | of peak" for batch in parts),
+        dashes="---|---|" * len(parts),
+        stages="\n".join(
+            f"| {name} | {' | '.join(cell(stages[name]) for stages in parts.values())} |" for name in parts[1]
+        ),
+        **{
+            name: result[name]
+            for name in (
+                "weights",
+                "clips",
+                "mean_seconds",
+                "set",
+                "eager_hears_every",
+                "command",
+                "matrix_peak_tflops",
+            )
+        },
+    )
+
+
+def peers() -> list[str]:
+    """Nothing until they have been measured."""
+    if not (RESULTS / "rtfx_peers.json").exists():
+        return []
+    result = read("rtfx_peers.json")
+    rows = "\n".join(
+        f"| {row['model']} | {row['batch']} | {row['ms']:.1f} | {row['rtfx']:,.0f} |" for row in result["rows"]
+    )
+    return [
+        PEERS.format(rows=rows, device=result["machine"]["device_name"], **{n: result[n] for n in ("set", "command")})
+    ]
+
+
 def model() -> str:
     scores, training = read("base/scores.json"), read("base/result.json")
 
@@ -227,7 +328,7 @@ def detected_row(part: dict[str, Any]) -> str:
 
 
 def render() -> str:
-    return "\n".join([HEAD, model(), cpu(), parity(), step(), runs("trial", "trial_paper")])
+    return "\n".join([HEAD, model(), cpu(), gpu(), *peers(), parity(), step(), runs("trial", "trial_paper")])
 
 
 if __name__ == "__main__":

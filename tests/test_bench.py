@@ -12,7 +12,7 @@ from whisfusion.cli import main
 from whisfusion.data.utterance import Utterance
 from whisfusion.errors import OptionError
 from whisfusion.evaluate import speed_set
-from whisfusion.evaluate.speed import Row, Stage, breakdown, random_subject, stage_flops
+from whisfusion.evaluate.speed import Marks, Row, Stage, breakdown, random_subject, stage_flops
 from whisfusion.evaluate.speed_set import choose, made_up, misheard
 from whisfusion.normalise import edit_rate
 from whisfusion.pdd import PDDOptions
@@ -76,6 +76,16 @@ def test_a_toy_is_measured(engine):
         assert inside.ms > 0
     texts = {candidate.text for one in heard for candidate in one.candidates}
     assert all(any(edit_rate(text, clip.text, "en") < 0.6 for clip in stage.clips) for text in texts)
+
+
+def test_a_stage_that_is_met_again_counts_once():
+    marks = Marks(torch.device("cpu"))
+    for stage in ("start", "start", "encode", "step", "head", "step", "head", "step", "head"):
+        marks(stage)
+    assert list(marks.milliseconds()) == ["encode", "step", "head"]
+    assert min(marks.milliseconds().values()) >= 0
+    marks("start")
+    assert not marks.milliseconds()
 
 
 def test_stages_add_up():

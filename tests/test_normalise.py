@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from whisfusion.english_numbers import numbers_in_digits
 from whisfusion.normalise import (
     CHARACTER_LANGUAGES,
+    _levenshtein,
     basic_normalise,
     edit_distance,
     edit_rate,
     english_normalise,
     normalise,
+    pairwise_edits,
     units,
 )
 
@@ -170,9 +172,13 @@ def test_edit_rate_is_jiwers(hypothesis, reference):
         assert edit_rate(*words, language) == pytest.approx(expected, abs=RATE_TOLERANCE)
 
 
-@given(some_units, some_units)
-def test_edit_distance_without_rapidfuzz_is_the_same(hypothesis, reference):
-    expected = edit_distance(hypothesis, reference)
+@given(st.lists(some_units, min_size=2, max_size=6))
+def test_edit_distances_without_rapidfuzz_are_the_same(sequences):
+    expected = pairwise_edits(sequences)
+    assert expected == [[edit_distance(one, other) for other in sequences] for one in sequences]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rapidfuzz.distance", None)
-        assert edit_distance(hypothesis, reference) == expected
+        _levenshtein.cache_clear()
+        assert pairwise_edits(sequences) == expected
+        assert edit_distance(sequences[0], sequences[1]) == expected[0][1]
+    _levenshtein.cache_clear()

@@ -27,19 +27,19 @@ class Rotation:
 
     cos_LC: Tensor
     sin_LC: Tensor
+    """Negative in the first half of the channels."""
 
     @classmethod
     def of(cls, length: int, head_width: int, base: float, device: torch.device) -> "Rotation":
         """Angles in float32; `base` is the paper's 10^4."""
         frequency_C = base ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-        angle_LC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C).repeat(1, 2)
-        return cls(angle_LC.cos(), angle_LC.sin())
+        angle_LC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C)
+        return cls(angle_LC.cos().repeat(1, 2), torch.cat((-angle_LC.sin(), angle_LC.sin()), 1))
 
     def __call__(self, x_GHLC: Tensor) -> Tensor:
         """Rotate queries or keys, pairing channel c with c + C / 2."""
-        first, second = x_GHLC.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return (x_GHLC * self.cos_LC + turned * self.sin_LC).to(x_GHLC.dtype)
+        turned = x_GHLC.roll(x_GHLC.shape[-1] // 2, dims=-1)
+        return torch.addcmul(x_GHLC * self.cos_LC, turned, self.sin_LC).to(x_GHLC.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
 
     def _split(self, x_GLD: Tensor) -> Tensor:
-        return x_GLD.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x_GLD.view(*x_GLD.shape[:2], self.heads, -1).transpose(1, 2)
 
     def keys_values(self, x_BTD: Tensor, rotation: Rotation | None = None) -> KeysValues:
         """Keys and values of what is attended to."""
@@ -153,7 +153,7 @@ class Block(nn.Module):
         if cross:
             self.cross_norm, self.cross_attn = norm(width), attention()
         self.ffn_norm, self.ffn = norm(width), feed_forward
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(
         self,

@@ -2,7 +2,8 @@
 
 The same mathematics as the plain path of `systems`, in shapes that are known beforehand: batches are filled up to one
 of a few sizes, logits are computed for every position, and nothing waits for a result. On a GPU each set of shapes is
-captured once, on first use, and from then on is one launch; elsewhere the same code runs directly, for tests.
+captured once, on first use, and from then on is three launches: spectrogram, encoder, and all the rest, whose inputs
+the host prepares while the encoder runs. Elsewhere the same code runs directly, for tests.
 
 Letters: B windows, K candidates, N steps, L canvas positions, M mel bins, F frames, T audio positions, D width,
 R = B * K * L rows, V vocabulary, X lists of tokens, P prompt.
@@ -12,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from whisfusion.checkpoint import Model
 from whisfusion.decoder import Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, padded_rows
+from whisfusion.graphs import Graphs, Packing, Work, host_tensor, to_host
 from whisfusion.kernels import Lists
 from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
 from whisfusion.pdd import Candidate, PDDOptions, Step, batch_uniforms, collect, denoise, empty_canvas
@@ -40,8 +41,6 @@ _FRAMES = 128
 """Windows of a clip's own size are filled up to a multiple of this: fewer shapes, and keys in whole tiles."""
 _ROWS_AT_ONCE = 8192
 """Logits over the vocabulary exist for this many positions at a time: 0.8 GB in bf16."""
-_WARMUPS = 2
-"""Runs before capture: kernels are compiled and libraries set themselves up in them."""
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention kernels, the fastest on Hopper first; each call takes the first that can do it."""
 
@@ -93,11 +92,13 @@ class GraphEngine:
         self._decoder = FusedStack(decoder.blocks, decoder.norm)
         self._head_VD = padded_rows(decoder.output_weight[:SAMPLEABLE])
         tokenizer = get_tokenizer()
-        self._language_ids_X = self._tensor([tokenizer.language_id(code) for code in model.config.languages])
+        self._language_ids_X = torch.tensor(
+            [tokenizer.language_id(code) for code in model.config.languages], device=self._device
+        )
         self._lists = _lists(model, self._device)
         self._scorer: _Scorer | None = None
         self._rotations: dict[int, Rotation] = {}
-        self._graphs = _Graphs() if capture else None
+        self._graphs = Graphs(self._device) if capture else None
         self._lock = threading.Lock()
 
     def start(
@@ -118,11 +119,13 @@ class GraphEngine:
             if scorer is not None and (self._scorer is None or self._scorer.decoder is not scorer):
                 self._scorer = _Scorer(scorer)
             clock = _Clock(self._device)
+            frames_B = self.frames(plan, batch)
             if mel_BMF is None:
-                mel_BMF = self.hear(plan, *self.upload_samples(plan, batch))
+                mel_BMF = self.hear(plan, self.samples(plan, batch), frames_B)
                 clock.lap("mel")
-            result = self.decode(plan, {"mel_BMF": mel_BMF, **self.upload(plan, batch)})
-            host = {name: _to_host(value) for name, value in result.items()}
+            audio_BTD = self.encode(plan, mel_BMF, frames_B)
+            clock.lap("encode")
+            host = to_host(self.decode(plan, audio_BTD, batch))
             clock.lap("decode")
         canvas_B = self._canvas(batch)
 
@@ -148,36 +151,21 @@ class GraphEngine:
             trace=options.trace,
         )
 
-    def upload_samples(self, plan: Plan, batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
-        """Samples (B, 160 F) and each clip's own frames (B), on their way to the device."""
-        samples_BN = self._host_zeros(plan.rows, plan.frames * HOP)
-        for row_N, window in zip(samples_BN.numpy(), batch, strict=False):
+    def samples(self, plan: Plan, batch: Sequence[Window]) -> Tensor:
+        """Samples (B, 160 F) on the host, zero beyond each clip."""
+        samples_BN = host_tensor(plan.rows, plan.frames * HOP, dtype=torch.float32, device=self._device)
+        for row_N, window in zip(samples_BN.numpy(), _filled(batch, plan.rows), strict=True):
             row_N[: len(window.samples)] = window.samples
-        own = [clip_frames(len(window.samples)) for window in batch]
-        frames = own if self.model.config.window == "clip" else [plan.frames] * len(batch)
-        return self._upload(samples_BN), self._tensor(_filled(frames, plan.rows))
+            row_N[len(window.samples) :] = 0
+        return samples_BN
 
-    def upload(self, plan: Plan, batch: Sequence[Window]) -> dict[str, Tensor]:
-        """All that `decode` needs besides the spectrogram."""
-        tokenizer = get_tokenizer()
-        canvas_B = self._canvas(batch)
-        uniforms_BKN2L = self._host_zeros(plan.rows, plan.pdd.candidates, plan.pdd.steps, 2, plan.positions)
-        uniforms_BKN2L[: len(batch)] = batch_uniforms(
-            [window.seed for window in batch], canvas_B, plan.pdd, plan.positions
-        )
-        prompts = [tokenizer.prompt(window.language or self.model.config.languages[0]) for window in batch]
-        inputs = {
-            "uniforms_BKN2L": self._upload(uniforms_BKN2L),
-            "canvas_B": self._tensor(_filled(canvas_B, plan.rows)),
-            "prompts_BP": self._tensor(_filled(prompts, plan.rows)),
-        }
-        if self.model.config.window == "clip":
-            inputs["frames_B"] = self._tensor(
-                _filled([clip_frames(len(window.samples)) for window in batch], plan.rows)
-            )
-        if plan.detect:
-            inputs["unknown_B"] = self._tensor(_filled([window.language is None for window in batch], plan.rows))
-        return inputs
+    def frames(self, plan: Plan, batch: Sequence[Window]) -> Tensor:
+        """Each clip's own frames (B), on the host."""
+        frames_B = host_tensor(plan.rows, dtype=torch.int64, device=self._device)
+        if self.model.config.window == "padded":
+            return frames_B.fill_(plan.frames)
+        own = [clip_frames(len(window.samples)) for window in batch]
+        return frames_B.copy_(torch.tensor(_filled(own, plan.rows)))
 
     def hear(self, plan: Plan, samples_BN: Tensor, frames_B: Tensor) -> Tensor:
         """Samples to the log-mel spectrogram (B, M, F); overwritten by the next batch of this shape."""
@@ -189,49 +177,78 @@ class GraphEngine:
         inputs = {"samples": samples_BN, "frames": frames_B}
         return self._run(("mel", plan.rows, plan.frames), work, inputs)["mel"]
 
-    def decode(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Spectrogram to candidates; results are overwritten by the next batch of this plan."""
+    def encode(self, plan: Plan, mel_BMF: Tensor, frames_B: Tensor) -> Tensor:
+        """Spectrogram to features (B, T, D); overwritten by the next batch of this shape."""
+
+        def work(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            self.mark("start")
+            audio_BTD = self._encoder(inputs["mel"], self._heard(inputs["frames"], inputs["mel"].shape[2] // 2))
+            self.mark("encode")
+            return {"audio": audio_BTD}
+
+        return self._run(("encode", plan.rows, plan.frames), work, {"mel": mel_BMF, "frames": frames_B})["audio"]
+
+    def decode(self, plan: Plan, audio_BTD: Tensor, batch: Sequence[Window]) -> dict[str, Tensor]:
+        """Features to candidates; results are overwritten by the next batch of this plan."""
         if self._graphs is not None and plan not in self._graphs:
             _log.info("getting ready for %s: this happens once", plan)
-        return self._run(plan, lambda values: self._work(plan, values), inputs)
+        inputs = self._inputs(plan, batch)
+        packing = Packing.of(inputs)
+        packed = packing.pack(inputs, host_tensor(packing.size, dtype=torch.uint8, device=self._device))
+
+        def work(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return self._work(plan, values["audio"], packing.unpack(values["packed"]))
+
+        return self._run(plan, work, {"audio": audio_BTD, "packed": packed})
+
+    def _inputs(self, plan: Plan, batch: Sequence[Window]) -> dict[str, Tensor]:
+        """All that is decoded with besides the audio, on the host."""
+        tokenizer = get_tokenizer()
+        batch = _filled(batch, plan.rows)
+        canvas_B = self._canvas(batch)
+        prompts = [tokenizer.prompt(window.language or self.model.config.languages[0]) for window in batch]
+        return {
+            "uniforms": batch_uniforms([window.seed for window in batch], canvas_B, plan.pdd, plan.positions),
+            "canvas": torch.tensor(canvas_B),
+            "prompts": torch.tensor(prompts),
+            "frames": self.frames(plan, batch),
+            "unknown": torch.tensor([window.language is None for window in batch]),
+        }
 
     @torch.no_grad()
-    def _run(
-        self,
-        key: Hashable,
-        work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
-        inputs: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        attention: AbstractContextManager = nullcontext()
-        if self._device.type == "cuda":
-            attention = sdpa_kernel(_BACKENDS, set_priority=True)
-        with attention:
-            return work(inputs) if self._graphs is None else self._graphs(key, work, inputs)
+    def _run(self, key: Hashable, work: Work, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def prepared(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            with sdpa_kernel(_BACKENDS, set_priority=True):
+                return work(values)
 
-    def _work(self, plan: Plan, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Everything from the spectrogram on, without a look at any value."""
-        self.mark("start")
-        decoder, mel_BMF, canvas_B = self.model.decoder, inputs["mel_BMF"], inputs["canvas_B"]
-        heard_BT = None
-        if "frames_B" in inputs:
-            heard_BT = audio_mask(inputs["frames_B"], mel_BMF.shape[2] // 2)
-        audio_BTD = self._encoder(mel_BMF, heard_BT)
-        self.mark("encode")
+        if self._graphs is not None:
+            return self._graphs(key, prepared, inputs)
+        inputs = {name: value.to(self._device) for name, value in inputs.items()}
+        return prepared(inputs) if self._device.type == "cuda" else work(inputs)
+
+    def _heard(self, frames_B: Tensor, positions: int) -> Tensor | None:
+        """Which audio positions are a clip's own; None where that is all of them."""
+        return audio_mask(frames_B, positions) if self.model.config.window == "clip" else None
+
+    def _work(self, plan: Plan, audio_BTD: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Everything from the features on, without a look at any value."""
+        decoder, canvas_B = self.model.decoder, inputs["canvas"]
+        heard_BT = self._heard(inputs["frames"], audio_BTD.shape[1])
         memory_BTD, own = decoder.prepare(audio_BTD, heard_BT, positions=plan.positions, canvas_B=canvas_B)
         audio = self._decoder.listen(memory_BTD, own.heard_BT)
-        position_L = torch.arange(plan.positions, device=mel_BMF.device)
+        position_L = torch.arange(plan.positions, device=audio_BTD.device)
         canvas_BL = None
         if plan.rows > 1 and self.model.config.decoder.canvas.rule == "follow":
             canvas_BL = position_L < canvas_B[:, None]
         states = _States(self, audio, own.anchors_BLD, canvas_BL)
         self.mark("memory")
 
-        prompts_BP = inputs["prompts_BP"]
+        prompts_BP = inputs["prompts"]
         if plan.detect:
-            prompts_BP = self._detect(states, prompts_BP, inputs["unknown_B"], plan.positions)
+            prompts_BP = self._detect(states, prompts_BP, inputs["unknown"], plan.positions)
         tokens_B1L, writable_B1L = empty_canvas(prompts_BP, canvas_B, plan.positions)
         write = _Writer(self, states, prompts_BP, plan.pdd.temperature)
-        tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, inputs["uniforms_BKN2L"], plan.pdd)
+        tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, inputs["uniforms"], plan.pdd)
         result = {"tokens": tokens_BKL.int(), "logprobs": logprobs_BKL, "languages": prompts_BP[:, _LANGUAGE_POSITION]}
         if plan.trace:
             for number, step in enumerate(steps):
@@ -268,17 +285,6 @@ class GraphEngine:
 
     def _canvas(self, batch: Sequence[Window]) -> list[int]:
         return [self.model.config.decoder.canvas.positions(window.seconds) for window in batch]
-
-    def _host_zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, pin_memory=self._device.type == "cuda")
-
-    def _upload(self, values: Tensor) -> Tensor:
-        return values.to(self._device, non_blocking=True)
-
-    def _tensor(self, values: Sequence) -> Tensor:
-        """A small tensor on the device; what is pinned does not make the host wait."""
-        host = torch.tensor(values)
-        return self._upload(host.pin_memory() if self._device.type == "cuda" else host)
 
 
 class _States:
@@ -408,47 +414,6 @@ class _Scorer:
         return (logprobs_GL.sum(1) / scored_GL.sum(1)).view(tokens_BKL.shape[:2])
 
 
-class _Graphs:
-    """Work by key: captured when it is first met, replayed from then on."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, tuple[torch.cuda.CUDAGraph, dict[str, Tensor], dict[str, Tensor]]] = {}
-        # Graphs run one after another, so they can share the memory that they work in.
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._kept
-
-    def __call__(
-        self,
-        key: Hashable,
-        work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
-        inputs: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        if key not in self._kept:
-            self._kept[key] = self._capture(work, inputs)
-        graph, static, outputs = self._kept[key]
-        for name, place in static.items():
-            place.copy_(inputs[name], non_blocking=True)
-        graph.replay()
-        return outputs
-
-    def _capture(
-        self, work: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], inputs: Mapping[str, Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], dict[str, Tensor]]:
-        static = {name: value.clone() for name, value in inputs.items()}
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARMUPS):
-                work(static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = work(static)
-        return graph, static, outputs
-
-
 class _Clock:
     """Seconds between laps of one batch, on the GPU's own clock where there is one: nothing waits for it."""
 
@@ -478,13 +443,6 @@ class _Clock:
             elif isinstance(before, float) and isinstance(after, float):
                 seconds = after - before
             timings[stage] = timings.get(stage, 0.0) + seconds
-
-
-def _to_host(value: Tensor) -> Tensor:
-    """A copy on the host, complete when the device has come to it; what it was may be overwritten then."""
-    if not value.is_cuda:
-        return value.clone()
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def _filled(values: Sequence, rows: int) -> list:

@@ -55,6 +55,7 @@ _LARGE: _Forms = {name + ending: (value, ending) for name, value in _SCALES.item
 _NUMBER_WORDS = frozenset(
     {*_ZEROS, *_SMALL, *_LARGE, *_SIGNS, *_CURRENCIES, "per", "percent", "and", "point", *_REPEATS}
 )
+_BEGINNINGS = _NUMBER_WORDS - {"and"}  # which alone means nothing, and is in every other sentence
 
 _MAX_DIGITS = 1000  # Python refuses to convert integers beyond a few thousand digits; such text is no number
 _NUMERAL = re.compile(rf"\d{{1,{_MAX_DIGITS}}}(?:\.\d{{1,{_MAX_DIGITS}}})?")
@@ -82,7 +83,7 @@ def numbers_in_digits(text: str) -> str:
         text = _DIGIT_THEN_LETTER.sub(r"\1 \2", text)
         text = _APART_SUFFIX.sub(r"\1\2", text)
     words = text.split()
-    if not has_digits and _NUMBER_WORDS.isdisjoint(words):
+    if not has_digits and _BEGINNINGS.isdisjoint(words):
         return " ".join(words)
 
     text = " ".join(_NumberReader().read(words))
@@ -123,9 +124,12 @@ class _NumberReader:
                 consumed = False
             elif word in _NUMBER_WORDS:
                 consumed = self._read_number_word(previous, word, following)
-            elif not self._read_numeral(word):
-                self._end_number()
-                self._write(word)
+            elif word.isalpha() or not self._read_numeral(word):
+                if self.value is None and not self.prefix:
+                    self.written.append(word)
+                else:
+                    self._end_number()
+                    self._write(word)
         self._end_number()
         return self.written
 

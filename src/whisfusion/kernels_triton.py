@@ -137,7 +137,7 @@ def _head_norm(
     if ROTATED:
         angle = ((row % positions) * 2 * HALF)[:, None] + c
         cos = tl.load(cosine + angle, mask=within, other=0.0)
-        sin = tl.load(sine + angle, mask=within, other=0.0)
+        sin = tl.load(sine + angle + HALF, mask=within, other=0.0)  # of the second half, where it is not negative
         first, second = first * cos - second * sin, second * cos + first * sin
     tl.store(place, first.to(x.dtype.element_ty), mask=within)
     tl.store(place + HALF, second.to(x.dtype.element_ty), mask=within)

@@ -32,8 +32,9 @@ def load(
     dtype: "float32", "bfloat16", "float16", "int8" (on a CPU: products of whole numbers, several times as fast) or
         "auto": bfloat16 on CUDA, elsewhere float32; int8 on a CPU for a model that is stored so.
     system: "whisfusion", or "whisper" for a published Whisper with its own greedy decoder.
-    engine: "graph" replays decoding as CUDA graphs, which takes seconds to get ready for each shape of batch, on its
-        first use; "eager" runs it step by step. The same transcripts. "auto" is eager: graph has yet to be measured.
+    engine: "graph" replays decoding as CUDA graphs, several times as fast; it takes seconds to get ready for a new
+        shape of batch, and keeps the 256 graphs used last. "eager" runs step by step. The same transcripts. "auto" is
+        graph on CUDA, elsewhere eager.
 
     Raises ModelError for a model that is missing or altered, OptionError for an unknown device or dtype.
     """
@@ -58,7 +59,12 @@ def load(
     model = checkpoint.load(hub.resolve(_path(name_or_path, DEFAULT_MODEL)), device=place, dtype=number)
     if dtype == "int8" or (dtype == "auto" and place.type == "cpu" and model.stored_int8 and quantise.is_fast_here()):
         return Transcriber(Int8System(model))
-    return Transcriber(DiffusionSystem(model, GraphEngine(model) if engine == "graph" else None))
+    return Transcriber(DiffusionSystem(model, GraphEngine(model) if _replays(engine, place) else None))
+
+
+def _replays(engine: EngineName, device: torch.device) -> bool:
+    """Whether decoding runs as graphs."""
+    return engine == "graph" or (engine == "auto" and device.type == "cuda")
 
 
 def resolve_device(name: str) -> torch.device:

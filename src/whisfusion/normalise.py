@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from importlib import resources
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from whisfusion.english_numbers import numbers_in_digits
@@ -63,30 +64,53 @@ def edit_rate(hypothesis: str, reference: str, language: str) -> float:
 
 def edit_distance(hypothesis: Sequence[str], reference: Sequence[str]) -> int:
     """The fewest substitutions, deletions and insertions that make one sequence of units the other."""
+    levenshtein = _levenshtein()
+    return levenshtein(hypothesis, reference) if levenshtein else _edits_in_python(hypothesis, [reference])[0]
+
+
+def pairwise_edits(sequences: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The edit distance of each sequence to each."""
+    levenshtein = _levenshtein()
+    if levenshtein is None:
+        return [_edits_in_python(sequence, sequences) for sequence in sequences]
+    edits = [[0] * len(sequences) for _ in sequences]
+    for i, j in combinations(range(len(sequences)), 2):
+        edits[i][j] = edits[j][i] = levenshtein(sequences[i], sequences[j])
+    return edits
+
+
+@functools.cache  # an import that fails costs more than a distance
+def _levenshtein() -> Callable[[Sequence[str], Sequence[str]], int] | None:
+    """None on machines with a bare Python: they too select by minimum Bayes risk."""
     try:
         from rapidfuzz.distance import Levenshtein
-    except ImportError:  # GPU machines with a bare Python still select by minimum Bayes risk
-        return _edit_distance_in_python(hypothesis, reference)
-    return Levenshtein.distance(hypothesis, reference)
+    except ImportError:
+        return None
+    return Levenshtein.distance
 
 
-def _edit_distance_in_python(hypothesis: Sequence[str], reference: Sequence[str]) -> int:
-    """A column of the table of distances at a time, its steps up and down as the bits of two numbers (Myers, Hyyrö)."""
-    if not reference:
-        return len(hypothesis)
+def _edits_in_python(hypothesis: Sequence[str], references: Sequence[Sequence[str]]) -> list[int]:
+    """A column of each table of distances at a time, their steps up and down as the bits of two numbers (Myers, Hyyrö).
+
+    The tables lie side by side in the numbers, a bit between each two of them for what a sum carries over.
+    """
     places: dict[str, int] = {}
-    for place, unit in enumerate(reference):
-        places[unit] = places.get(unit, 0) | 1 << place
-    every, last = (1 << len(reference)) - 1, 1 << len(reference) - 1
-    up, down, distance = every, 0, len(reference)
+    tables: list[int] = []
+    firsts = bit = 0
+    for reference in references:
+        tables.append((1 << len(reference)) - 1 << bit)
+        firsts |= 1 << bit
+        for place, unit in enumerate(reference, bit):
+            places[unit] = places.get(unit, 0) | 1 << place
+        bit += len(reference) + 1
+    every = sum(tables)
+    up, down = every, 0
     for unit in hypothesis:
         match = places.get(unit, 0)
         level = (((match & up) + up) ^ up) | match | down
-        right_up, right_down = down | (every & ~(level | up)), level & up
-        distance += bool(right_up & last) - bool(right_down & last)
-        right_up, right_down = right_up << 1 | 1, right_down << 1
+        right_up, right_down = (down | (every & ~(level | up))) << 1 | firsts, (level & up) << 1
         up, down = (right_down | ~(level | right_up)) & every, right_up & level & every
-    return distance
+    return [len(hypothesis) + (up & table).bit_count() - (down & table).bit_count() for table in tables]
 
 
 _BRACKETED = re.compile(r"[<\[][^>\]]*[>\]]")  # Quirk: either closing bracket closes either opening one
@@ -135,6 +159,7 @@ _COMMA_IN_NUMBER = re.compile(r"(\d),(\d)")
 _STOP = re.compile(r"\.([^0-9]|$)")
 _STRAY_PREFIX = re.compile(r"[.$¢€£]([^0-9])")
 _STRAY_PERCENT = re.compile(r"([^0-9])%")
+_NUMBER_SYMBOLS = frozenset(".%$¢€£")
 
 _WHOLE_WORDS = {
     "won't": "will not",
@@ -216,7 +241,7 @@ _PLAIN_LETTERS = {
 
 def _english_character(character: str) -> str:
     """Plain letters; nothing for an accent; a space for a symbol, unless it may belong to a number."""
-    if character in ".%$¢€£":
+    if character in _NUMBER_SYMBOLS:
         return character
     if unicodedata.category(character) == "Mn":
         return ""
@@ -243,6 +268,8 @@ def english_normalise(text: str) -> str:
 
     spelling = _american_spelling()
     text = " ".join(spelling.get(word, word) for word in numbers_in_digits(text).split())
+    if _NUMBER_SYMBOLS.isdisjoint(text):
+        return text
 
     text = _STRAY_PREFIX.sub(r" \1", text)
     text = _STRAY_PERCENT.sub(r"\1 ", text)

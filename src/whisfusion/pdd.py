@@ -179,8 +179,7 @@ def draw_uniforms(seed: int, options: PDDOptions, positions: int) -> Tensor:
     Candidate k's part does not depend on K, so more candidates are the same ones and some more.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (options.steps, 2, positions)
-    return torch.stack([torch.rand(shape, generator=generator) for _ in range(options.candidates)])
+    return torch.rand(options.candidates, options.steps, 2, positions, generator=generator)
 
 
 @torch.no_grad()
@@ -282,14 +281,14 @@ def _write(
     """
     states_BKLD = predictor.states(tokens_BKL, draft)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
-    states_RD = states_BKLD[wanted_BKL]
-    # (R, draws): each wanted position with the uniforms of all the candidates that it stands for.
-    uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1)[wanted_BKL]
-    where = wanted_BKL.nonzero(as_tuple=True)
+    b_R, k_R, l_R = wanted_BKL.nonzero(as_tuple=True)
+    # (R, draws): each wanted position for all the candidates that it stands for.
+    at = (b_R, k_R, slice(None), l_R)
+    states_RD, uniforms_RC = states_BKLD[b_R, k_R, l_R], uniforms_BKL.unflatten(1, (-1, draws))[at]
     written, logprobs, ends = [], [], []
     at_once = max(1, _LOGITS_AT_ONCE.get(states_RD.device.type, _MOST_LOGITS_AT_ONCE) // len(columns.ids_V))
     for states, uniforms, rows in zip(
-        *(values.split(at_once) for values in (states_RD, uniforms_RC, where[0])), strict=True
+        *(values.split(at_once) for values in (states_RD, uniforms_RC, b_R)), strict=True
     ):
         logits_RV = predictor.logits(states).float()
         if columns.allowed_BV is not None:
@@ -298,13 +297,10 @@ def _write(
         written.append(columns.ids_V[drawn_RC])
         logprobs.append(logits_RV.gather(1, drawn_RC) - total_R1)
         ends.append((logits_RV[:, -1:] - total_R1).expand_as(drawn_RC))
-    tokens_BKL = tokens_BKL.repeat_interleave(draws, 1)
-    for draw in range(draws):
-        at = (where[0], where[1] * draws + draw, where[2])
-        tokens_BKL[at] = torch.cat([ids_RC[:, draw] for ids_RC in written])
-        logprobs_BKL = logprobs_BKL.index_put(at, torch.cat([values[:, draw] for values in logprobs]))
-        ends_BKL = ends_BKL.index_put(at, torch.cat([values[:, draw] for values in ends]))
-    return tokens_BKL, logprobs_BKL, ends_BKL
+    canvases = tokens_BKL.repeat_interleave(draws, 1), logprobs_BKL.clone(), ends_BKL.clone()
+    for values_BKL, new in zip(canvases, (written, logprobs, ends), strict=True):
+        values_BKL.unflatten(1, (-1, draws))[at] = torch.cat(new)
+    return canvases
 
 
 def sample(logits_RV: Tensor, uniforms_RC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

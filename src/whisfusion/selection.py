@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from whisfusion.errors import OptionError
-from whisfusion.normalise import edit_distance, edit_rate, units
+from whisfusion.normalise import edit_rate, pairwise_edits, units
 from whisfusion.pdd import Candidate
 from whisfusion.whisper import WhisperDecoder, log_likelihood
 
@@ -56,14 +55,14 @@ def _best(scores: Sequence[float], candidates: Sequence[Candidate]) -> Selection
 
 def risks(texts: Sequence[str], language: str) -> list[float]:
     """Each text's summed edit rate to all the others, as if each of them were the truth."""
-    written = [units(text, language) for text in texts]
+    written = [tuple(units(text, language)) for text in texts]
+    # Candidates often agree: each wording is compared once.
+    place = {wording: i for i, wording in enumerate(dict.fromkeys(written))}
+    edits = pairwise_edits(list(place))
     total = [0.0] * len(texts)
-    # An edit one way is an edit the other way: only the length that it is divided by differs.
-    for i, j in combinations(range(len(texts)), 2):
-        if texts[i] != texts[j]:
-            edits = edit_distance(written[i], written[j])
-            total[i] += edits / max(1, len(written[j]))
-            total[j] += edits / max(1, len(written[i]))
+    for i, own in enumerate(written):
+        for other in written:
+            total[i] += edits[place[own]][place[other]] / max(1, len(other))
     return total
 
 

@@ -122,6 +122,7 @@ class DiffusionSystem:
         watch.lap("select")
         return heard
 
+    @torch.inference_mode()
     def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
         """Encode, listen, decode K candidates in N steps, select."""
         watch = Stopwatch(timings, self._device)

@@ -220,7 +220,7 @@ class Stage:
     def _hear(self, windows: Sequence[Window], options: DecodingOptions) -> Tensor:
         assert self.engine is not None
         plan = self.engine.plan(windows, options)
-        return self.engine.hear(plan, *self.engine.upload_samples(plan, windows)).clone()
+        return self.engine.hear(plan, self.engine.samples(plan, windows), self.engine.frames(plan, windows)).clone()
 
     def _timed(self, run: Callable[[], object]) -> float:
         _wait(self.device)
@@ -278,8 +278,9 @@ class Marks:
         self._marks: list[tuple[str, Any]] = []
 
     def __call__(self, stage: str) -> None:
-        if stage == "start":
-            self._marks = []
+        # A stage that is met again was a rehearsal before: its work is run, then captured.
+        met = [name for name, _ in self._marks]
+        self._marks = self._marks[: met.index(stage) if stage in met else None]
         moment: Any = time.perf_counter()
         if self._cuda:
             moment = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
