@@ -37,8 +37,7 @@ def add_model_options(parser: Parser) -> None:
         "--engine",
         choices=("auto", "eager", "graph"),
         default="auto",
-        help="graph: CUDA graphs, which take seconds to get ready for a new shape of batch; eager: step by step; "
-        "auto (default): graph on CUDA, elsewhere eager",
+        help="graph: CUDA graphs, which get ready for each new shape of batch; auto (default) is eager",
     )
 
 
