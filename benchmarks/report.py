@@ -119,8 +119,8 @@ GPU = """## Speed on a GPU
 The paper's shapes at full size, {weights} weights, bf16, N = {n}, on one {device}, by the paper's protocol:
 {clips} clips of {mean_seconds} s on average ({set});
 encoder, decoding and selection timed, the spectrogram outside the timer and, in the last column, inside. At batch 1
-utterances run one after another with nothing overlapped. The eager path hears every {eager_hears_every}th clip. Made by
-`{command}`.
+utterances run one after another with nothing overlapped. Made by
+`{command}`{note}.
 
 | engine | batch | K | canvas | window, s | rerank | ms an utterance | RTFx | target, ms | ms with spectrogram |
 |---|---|---|---|---|---|---|---|---|---|
@@ -141,6 +141,17 @@ Made by `{command}`.
 
 | model | batch | ms an utterance | RTFx |
 |---|---|---|---|
+{rows}
+"""
+
+ABLATIONS = """## What each part is worth
+
+Runs of `trial`'s length over the same speech in the same order, each but for one thing that recipe, on one {device};
+error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}. Made by `{command}`, which
+says what each row is.
+
+| row | seed | steps | {header} |
+|---|---|---|{dashes}
 {rows}
 """
 
@@ -239,6 +250,7 @@ def gpu() -> str:
 
     return GPU.format(
         rows="\n".join(rows),
+        note="; " + result["note"] if result.get("note") else "",
         verdict=verdict,
         n=result["rows"][0]["n"],
         device=result["machine"]["device_name"],
@@ -254,7 +266,6 @@ def gpu() -> str:
                 "clips",
                 "mean_seconds",
                 "set",
-                "eager_hears_every",
                 "command",
                 "matrix_peak_tflops",
             )
@@ -272,6 +283,33 @@ def peers() -> list[str]:
     )
     return [
         PEERS.format(rows=rows, device=result["machine"]["device_name"], **{n: result[n] for n in ("set", "command")})
+    ]
+
+
+def ablations() -> list[str]:
+    """Nothing until they have been measured."""
+    if not (RESULTS / "ablations.json").exists():
+        return []
+    result = read("ablations.json")
+    columns = [(dataset, n) for dataset, rates in result["rows"][0]["dev"].items() for n in rates]
+
+    def cell(rate: dict[str, float]) -> str:
+        return f"{rate['percent']:.2f} ({rate['low']:.1f} to {rate['high']:.1f})"
+
+    rows = [
+        f"| `{row['row']}` | {row['seed']} | {row['steps']:,} "
+        f"| {' | '.join(cell(row['dev'][dataset][n]) for dataset, n in columns)} |"
+        for row in result["rows"]
+    ]
+    return [
+        ABLATIONS.format(
+            device=result["machine"]["device_name"],
+            **{name: result["decoding"][name] for name in ("candidates", "temperature")},
+            command=result["command"],
+            header=" | ".join(f"{dataset}, N = {n}" for dataset, n in columns),
+            dashes="---|" * len(columns),
+            rows="\n".join(rows),
+        )
     ]
 
 
@@ -328,7 +366,9 @@ def detected_row(part: dict[str, Any]) -> str:
 
 
 def render() -> str:
-    return "\n".join([HEAD, model(), cpu(), gpu(), *peers(), parity(), step(), runs("trial", "trial_paper")])
+    return "\n".join(
+        [HEAD, model(), cpu(), gpu(), *peers(), parity(), step(), runs("trial", "trial_paper"), *ablations()]
+    )
 
 
 if __name__ == "__main__":

@@ -166,12 +166,15 @@ def test_every_loss_term_reaches_its_parameters():
 
 
 @pytest.mark.parametrize("stride", ["1", "2"])
-def test_an_adapter_learns_to_spell(stride):
-    recipe = {"decoder.adapter": "1", "decoder.stride": stride, "learning_rate": "3e-3", "warmup_steps": "0"}
-    trainer = trainer_of(small_recipe(**recipe))
+@pytest.mark.parametrize("early", [False, True])
+def test_an_adapter_learns_to_spell(stride, early):
+    recipe = {"decoder.adapter": "2", "decoder.stride": stride, "learning_rate": "3e-3", "warmup_steps": "0"}
+    trainer = trainer_of(small_recipe(**recipe, **({"decoder.spells_every": "1"} if early else {})))
     batch = batch_of([0, 1])
     found = gradients(trainer, batch)
     assert found["adapter.ctc.weight"].abs().sum() > 0
+    assert ("adapter.told.weight" in found) == early
+    assert not early or found["adapter.told.weight"].abs().sum() > 0
     first = trainer.read().ctc
     for _ in range(30):
         trainer.skip_to(5)  # the schedule stands still

@@ -88,7 +88,7 @@ class Score:
     """Utterances without a hypothesis."""
     bins: tuple[Bin, ...]
     written: Written | None
-    """With case and punctuation; None where the references have no punctuation, and of everything together."""
+    """With case and punctuation; None where either side has no punctuation, and of everything together."""
     detected: Detection | None
     """None where the run was told the language."""
 
@@ -282,7 +282,8 @@ def _rate(
 
 
 def _written(judged: Sequence[_Judged], options: ScoreOptions) -> Written | None:
-    if not any(one.written.reference for one in judged):
+    # References in capitals have no punctuation, and models of normalised text write none.
+    if not all(any(getattr(one.written, side) for one in judged) for side in ("reference", "hypothesis")):
         return None
     return Written(
         _rate(judged, options, attrgetter("written.punctuated")),

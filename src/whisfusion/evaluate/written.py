@@ -47,7 +47,7 @@ class Punctuation:
 
 @dataclass(frozen=True)
 class Written:
-    """How a dataset was written, of references that have punctuation."""
+    """How a dataset was written, where references and hypotheses have punctuation."""
 
     punctuated: Rate
     """Over words and marks, case kept."""

@@ -3,6 +3,7 @@
 Letters: B utterances, L canvas positions, T audio positions, D width, R positions to predict, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +79,7 @@ class Objective(nn.Module):
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
         ctc = losses_R.new_zeros(())
         if memory.bytes_BTV is not None:
-            spelled = [*memory.earlier, memory.bytes_BTV]
-            ctc = torch.stack([_spelling_loss(bytes_BTV, memory.heard_BT, masked) for bytes_BTV in spelled]).mean()
+            ctc = _spelling_loss([*memory.earlier, memory.bytes_BTV], memory.heard_BT, masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
@@ -107,15 +107,24 @@ class Objective(nn.Module):
         return diffusion_loss(losses_B, masked.language_masked_B.float())
 
 
-def _spelling_loss(bytes_BTV: Tensor, heard_BT: Tensor | None, masked: Masked) -> Tensor:
+def _spelling_loss(spelled: Sequence[Tensor], heard_BT: Tensor | None, masked: Masked) -> Tensor:
     """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss.
 
-    Where nothing is said every audio position has to say so, and the mean is over them.
+    Where nothing is said every audio position has to say so, and the mean is over them. Of several layers that spelled
+    (B, T, V) it is the mean.
     """
-    frames_B = torch.full_like(masked.letter_counts_B, bytes_BTV.shape[1])
+    positions, layers = spelled[0].shape[1], len(spelled)
+    frames_B = torch.full_like(masked.letter_counts_B, positions)
     if heard_BT is not None:
-        frames_B = heard_BT.sum(1) * (bytes_BTV.shape[1] // heard_BT.shape[1])
-    losses_B = ctc_loss(bytes_BTV, masked.letters_BS, frames_B, masked.letter_counts_B)
+        frames_B = heard_BT.sum(1) * (positions // heard_BT.shape[1])
+    # All layers at once: CTC walks from frame to frame, and a GPU has room for more utterances beside these.
+    losses_B = ctc_loss(
+        torch.cat(tuple(spelled)),
+        masked.letters_BS.repeat(layers, 1),
+        frames_B.repeat(layers),
+        masked.letter_counts_B.repeat(layers),
+    )
+    losses_B = losses_B.unflatten(0, (layers, -1)).mean(0)
     terms_B = torch.where(masked.letter_counts_B > 0, masked.letter_counts_B, frames_B.clamp(min=1))
     return (losses_B / terms_B * masked.valid_B).sum()
 

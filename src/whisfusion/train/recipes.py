@@ -133,7 +133,7 @@ def base_stage1() -> Recipe:
     """The bundled model's first stage: the trial's decoder above an adapter, eleven languages, written text."""
     return replace(
         trial(),
-        decoder=replace(trial().decoder, adapter=4, stride=2, spells_every=2, drafts=True),
+        decoder=replace(trial().decoder, adapter=4, stride=2),
         text_style="written",
         filters=FilterOptions(),
         # English first: the others have far less speech, most of it synthetic.
