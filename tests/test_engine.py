@@ -57,7 +57,9 @@ MODELS = {
         detects_language=True,
     ),
     "ours, adapter": ModelConfig(
-        decoder=dataclasses.replace(OURS, adapter=1, stride=2, tied=False), encoder=TINY_ENCODER, window="clip"
+        decoder=dataclasses.replace(OURS, adapter=2, stride=2, spells_every=1, drafts=True, tied=False),
+        encoder=TINY_ENCODER,
+        window="clip",
     ),
     "ours, adapter, padded": ModelConfig(
         decoder=dataclasses.replace(OURS, adapter=1, canvas=Canvas("fixed", 32)), encoder=TINY_ENCODER
@@ -66,10 +68,10 @@ MODELS = {
 
 
 def unsettle(module: torch.nn.Module) -> None:
-    """Give biases and norms values that matter, and an opinion to the last norm."""
+    """Give biases, norms and what starts at 0 values that matter, and an opinion to the last norm."""
     generator = torch.Generator().manual_seed(11)
     for name, parameter in module.named_parameters():
-        if name.endswith("bias") or "norm" in name:
+        if name.endswith("bias") or "norm" in name or not parameter.any():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
@@ -172,6 +174,11 @@ def test_reranking_on_the_way_gives_whispers_likelihoods(name, vocab_size):
     for transcriber in pair:
         transcriber.system._rerank = WhisperRerank(whisper)
     assert_same(pair, CLIPS, selection="rerank", temperature=0.5)
+
+
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+def test_spelling_weighs_the_same_bytes(name):
+    assert_same(both(make_model(MODELS[name])), CLIPS, selection="spelling", temperature=0.5)
 
 
 def test_batches_are_filled_up_and_shapes_are_few():

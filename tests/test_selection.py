@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import jiwer
 import pytest
@@ -6,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whisfusion.ctc import CLASSES, byte_targets
 from whisfusion.errors import OptionError
 from whisfusion.normalise import normalise
 from whisfusion.pdd import Candidate
-from whisfusion.selection import HighestConfidence, MinimumBayesRisk, Oracle, Pool, WhisperRerank, risks
+from whisfusion.selection import HighestConfidence, MinimumBayesRisk, Oracle, Pool, Spelling, WhisperRerank, risks
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig, log_likelihood
 
@@ -53,6 +55,32 @@ def test_word_risks_equal_brute_force_with_jiwer(texts):
 @given(st.lists(characters, min_size=1, max_size=6))
 def test_character_risks_equal_brute_force_with_jiwer(texts):
     assert risks(texts, "zh") == pytest.approx(brute_force_risks(texts, "zh"), abs=FLOAT_TOLERANCE)
+
+
+def spelled(text: str, sure: float = 5.0) -> torch.Tensor:
+    """CTC logits that find `text` likely, a blank after every letter."""
+    path = [index for letter in byte_targets(text) for index in (letter, 0)]
+    return torch.nn.functional.one_hot(torch.tensor(path), CLASSES) * sure
+
+
+def test_a_text_that_cannot_be_heard_from_start_to_end_is_not_chosen():
+    said = " the cat sat on the mat"
+    texts = ["the cat cat sat on the mat", "the cat sat on the mat", "the cat sat the mat", "the cat sat on on the mat"]
+    heard = replace(pool(texts), bytes_TV=spelled(said))
+    chosen = Spelling()([heard])[0]
+    assert chosen.index == 1
+    assert chosen.risks == risks(texts, "en")
+    endless = replace(pool(["the cat " * 9, "a dog"]), bytes_TV=spelled(said))
+    assert Spelling()([endless])[0].index == 1  # the other has more letters than there are frames
+    with pytest.raises(OptionError, match="adapter"):
+        Spelling()([pool(texts)])
+
+
+def test_consensus_weighs_against_spelling():
+    texts = ["the cat sat", "the cat sat", "the cat sat", "the bat sat"]
+    for sure, index in ((0.2, 0), (20.0, 3)):
+        heard = replace(pool(texts), bytes_TV=spelled(" the bat sat", sure))
+        assert Spelling()([heard])[0].index == index
 
 
 def test_consensus_wins():

@@ -177,6 +177,13 @@ def test_selection_by_name(model):
         model.transcribe(clip, language="en", selection="best")
 
 
+def test_spelling_needs_an_adapter(tiny_model, clip_model):
+    (segment,) = clip_model.transcribe(hum(1.0), language="en", selection="spelling", temperature=1.0).segments
+    assert segment.text == max(segment.candidates, key=lambda c: (c.score, c.confidence)).text
+    with pytest.raises(OptionError, match="adapter"):
+        whisfusion.load(tiny_model, device="cpu").transcribe(hum(1.0), language="en", selection="spelling")
+
+
 def test_rerank_without_whispers_weights_names_the_command(model, monkeypatch, tmp_path):
     monkeypatch.setenv("WHISFUSION_CACHE", str(tmp_path))
     monkeypatch.setenv("WHISFUSION_OFFLINE", "1")

@@ -4,7 +4,7 @@ Class 0 is blank and class b + 1 is the byte b, so that one small head writes ev
 Letters: B utterances, T frames, V classes, S bytes of the longest target.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,20 @@ def greedy_text(logits_TV: Tensor, length: int) -> str:
 def greedy_texts(logits_BTV: Tensor, lengths_B: Tensor) -> list[str]:
     """What `greedy` reads in each utterance."""
     return [spelling.text for spelling in greedy(logits_BTV, lengths_B)]
+
+
+def log_likelihoods(logits_TV: Tensor, targets: Sequence[Sequence[int]]) -> list[float]:
+    """Of each of several targets, in the frames of one utterance; minus infinity where a target has no path."""
+    logp_TV = F.log_softmax(logits_TV.float().cpu(), dim=-1)
+    losses = F.ctc_loss(
+        logp_TV[:, None].expand(-1, len(targets), -1),
+        torch.tensor([index for target in targets for index in target], dtype=torch.long),
+        torch.full((len(targets),), len(logp_TV)),
+        torch.tensor([len(target) for target in targets]),
+        blank=BLANK,
+        reduction="none",
+    )
+    return [-loss for loss in losses.tolist()]
 
 
 def ctc_loss(logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, target_lengths_B: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Plan:
     detect: bool
     """Whether the language of some is to be found out."""
     rerank: bool
+    spelling: bool
     trace: bool
 
     def __str__(self) -> str:
@@ -76,6 +77,8 @@ class Decoding:
     steps: list[Step]
     likelihoods: list[list[float]] | None
     """Of every candidate, to Whisper, where reranking was asked for."""
+    bytes_B: list[Tensor] | None
+    """The adapter's CTC logits (T, V) of each window's own frames, where selection by spelling was asked for."""
 
 
 class GraphEngine:
@@ -148,6 +151,7 @@ class GraphEngine:
             pdd=options.pdd,
             detect=any(window.language is None for window in batch),
             rerank=rerank,
+            spelling=options.selection == "spelling",
             trace=options.trace,
         )
 
@@ -254,6 +258,9 @@ class GraphEngine:
             for number, step in enumerate(steps):
                 parts = {"masked": step.masked_BKL, "tokens": step.tokens_BKL, "logprobs": step.logprobs_BKL}
                 result |= {f"{name} {number}": value.contiguous() for name, value in parts.items()}
+        if plan.spelling:
+            assert own.bytes_BTV is not None
+            result |= {"bytes": own.bytes_BTV, "spelled": own.spelled_positions()}
         if plan.rerank:
             assert self._scorer is not None
             result["likelihoods"] = self._scorer(audio_BTD, heard_BT, prompts_BP, tokens_BKL)
@@ -460,6 +467,9 @@ def _decoding(host: Mapping[str, Tensor], canvas_B: list[int]) -> Decoding:
         canvas_B=canvas_B,
         steps=steps,
         likelihoods=host["likelihoods"].tolist() if "likelihoods" in host else None,
+        bytes_B=[own[:count] for own, count in zip(host["bytes"], host["spelled"].tolist(), strict=True)]
+        if "bytes" in host
+        else None,
     )
 
 

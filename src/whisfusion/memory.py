@@ -30,6 +30,19 @@ class AudioMemory:
     earlier: tuple[Tensor, ...] = ()
     """The same (B, T, V) of earlier layers that spelled."""
 
+    def spelled_positions(self) -> Tensor:
+        """How many of `bytes_BTV` are an utterance's own."""
+        assert self.bytes_BTV is not None
+        utterances, positions = self.bytes_BTV.shape[:2]
+        if self.heard_BT is None:
+            return torch.full((utterances,), positions, device=self.bytes_BTV.device)
+        return self.heard_BT.sum(1) * (positions // self.heard_BT.shape[1])
+
+    def own_bytes(self) -> list[Tensor]:
+        """Each utterance's own part (T, V) of `bytes_BTV`."""
+        assert self.bytes_BTV is not None
+        return [own_TV[:count] for own_TV, count in zip(self.bytes_BTV, self.spelled_positions().tolist(), strict=True)]
+
 
 class Adapter(nn.Module):
     """Turns features made for a decoder that walks through them into features that can be read anywhere at once.

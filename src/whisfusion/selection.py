@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from whisfusion.ctc import log_likelihoods
 from whisfusion.errors import OptionError
 from whisfusion.normalise import edit_rate, pairwise_edits, units
 from whisfusion.pdd import Candidate
+from whisfusion.tokenizer import get_tokenizer
 from whisfusion.whisper import WhisperDecoder, log_likelihood
+
+_RISK = 4.0
+"""What an error rate of 1 to the other candidates weighs against a nat a letter; chosen on dev sets."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Pool:
     """The true transcript, which only the oracle reads."""
     likelihoods: Sequence[float] | None = None
     """Whisper's of every candidate, where the engine has worked them out already."""
+    bytes_TV: Tensor | None = None
+    """CTC logits of the model's adapter, of the utterance's own frames."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,31 @@ class MinimumBayesRisk:
             replace(_best([-risk for risk in pool_risks], pool.candidates), risks=pool_risks)
             for pool, pool_risks in zip(pools, found, strict=True)
         ]
+
+
+class Spelling:
+    """Consensus, and how well the model's adapter can spell a candidate: CTC's log-likelihood a letter, less the risk.
+
+    A candidate's words are drawn side by side, and one of them may be there twice or not at all; CTC reads the audio
+    from its start to its end, and does not find such a text in it.
+    """
+
+    def __call__(self, pools: Sequence[Pool]) -> list[Selection]:
+        return [self._select(pool) for pool in pools]
+
+    def _select(self, pool: Pool) -> Selection:
+        if pool.bytes_TV is None:
+            raise OptionError("selection by spelling needs a model with an adapter")
+        spelled = get_tokenizer().token_bytes()
+        targets = [[1 + byte for token in c.tokens for byte in spelled[token]] for c in pool.candidates]
+        likely = [
+            value / max(1, len(target))
+            for value, target in zip(log_likelihoods(pool.bytes_TV, targets), targets, strict=True)
+        ]
+        pool_risks = risks(pool.texts, pool.language)
+        others = max(1, len(pool_risks) - 1)
+        scores = [own - _RISK * risk / others for own, risk in zip(likely, pool_risks, strict=True)]
+        return replace(_best(scores, pool.candidates), risks=pool_risks)
 
 
 class HighestConfidence:

@@ -27,6 +27,7 @@ from whisfusion.selection import (
     Pool,
     Selection,
     Selector,
+    Spelling,
     WhisperRerank,
     risks,
 )
@@ -111,11 +112,16 @@ class DiffusionSystem:
         self, decoding: Decoding, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> list[Heard]:
         watch = Stopwatch(timings)
-        likelihoods = decoding.likelihoods or [None] * len(batch)
+        nothing = [None] * len(batch)
         pools = [
-            _pool(candidates, language, likelihoods=scores, reference=window.reference)
-            for candidates, language, scores, window in zip(
-                decoding.candidates, decoding.languages, likelihoods, batch, strict=True
+            _pool(candidates, language, likelihoods=scores, bytes_TV=bytes_TV, reference=window.reference)
+            for candidates, language, scores, bytes_TV, window in zip(
+                decoding.candidates,
+                decoding.languages,
+                decoding.likelihoods or nothing,
+                decoding.bytes_B or nothing,
+                batch,
+                strict=True,
             )
         ]
         heard = self._select(pools, decoding.steps, decoding.canvas_B, options)
@@ -146,8 +152,15 @@ class DiffusionSystem:
         )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
+        bytes_B = predictor.memory.own_bytes() if options.selection == "spelling" else [None] * len(batch)
         pools = [
-            _pool(candidates, language, audio_TD=audio_BTD[row, : lengths[row]], reference=batch[row].reference)
+            _pool(
+                candidates,
+                language,
+                audio_TD=audio_BTD[row, : lengths[row]],
+                reference=batch[row].reference,
+                bytes_TV=bytes_B[row],
+            )
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
         heard = self._select(pools, decoded.trace, canvas_B, options)
@@ -235,9 +248,12 @@ class DiffusionSystem:
     def _selector(self, options: DecodingOptions) -> Selector:
         if options.selection == "rerank":
             return self._reranker()
-        simple = {"mbr": MinimumBayesRisk, "confidence": HighestConfidence, "oracle": Oracle}
+        simple = {"mbr": MinimumBayesRisk, "confidence": HighestConfidence, "spelling": Spelling, "oracle": Oracle}
         if options.selection not in simple:
-            raise OptionError(f"selection must be mbr, confidence, rerank or oracle, not {options.selection!r}")
+            names = "mbr, confidence, spelling, rerank or oracle"
+            raise OptionError(f"selection must be {names}, not {options.selection!r}")
+        if options.selection == "spelling" and not self.model.config.decoder.adapter:
+            raise OptionError("selection by spelling needs a model with an adapter: choose mbr")
         return simple[options.selection]()
 
     def _reranker(self) -> WhisperRerank:

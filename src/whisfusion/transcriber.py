@@ -20,7 +20,7 @@ from whisfusion.tokenizer import canonical_language
 Audio = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | torch.Tensor
 """What can be transcribed: a path, "-" for stdin, the bytes of a file, a binary file object, or samples at 16 kHz."""
 
-SelectionName = Literal["mbr", "confidence", "rerank", "oracle"]
+SelectionName = Literal["mbr", "confidence", "spelling", "rerank", "oracle"]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class Transcriber:
         language: a code or an English name, one for all or one for each; None lets the model detect it, where it can.
         sample_rate: of arrays and tensors, 16 kHz if not given; files carry their own.
         candidates, steps, trajectory, temperature, remask: K, N and the rest of `PDDOptions`; the model's own if None.
-        selection: "mbr", "confidence", "rerank" (by Whisper's likelihood) or "oracle".
+        selection: "mbr", "confidence", "spelling" (mbr, and what the adapter's CTC finds likely), "rerank" (by
+            Whisper's likelihood) or "oracle".
         reference: the true transcript or transcripts, for the oracle alone.
         seed: with a window's samples it decides all randomness: what else is in the batch does not.
         trace: keep every denoising step of every candidate in the segments.

@@ -62,9 +62,9 @@ def add_decoding_options(parser: Parser) -> None:
     add_pdd_options(group)
     group.add_argument(
         "--selection",
-        choices=("mbr", "confidence", "rerank"),
+        choices=("mbr", "confidence", "spelling", "rerank"),
         help="how one candidate is chosen: mbr (default), the nearest to all others; confidence, the model's "
-        "surest; rerank, the likeliest to Whisper",
+        "surest; spelling, near to all others and likely to the adapter's CTC; rerank, the likeliest to Whisper",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws other candidates (default 0)"

@@ -79,7 +79,7 @@ class Objective(nn.Module):
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
         ctc = losses_R.new_zeros(())
         if memory.bytes_BTV is not None:
-            ctc = _spelling_loss([*memory.earlier, memory.bytes_BTV], memory.heard_BT, masked)
+            ctc = _spelling_loss([*memory.earlier, memory.bytes_BTV], memory.spelled_positions(), masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
@@ -107,16 +107,13 @@ class Objective(nn.Module):
         return diffusion_loss(losses_B, masked.language_masked_B.float())
 
 
-def _spelling_loss(spelled: Sequence[Tensor], heard_BT: Tensor | None, masked: Masked) -> Tensor:
+def _spelling_loss(spelled: Sequence[Tensor], frames_B: Tensor, masked: Masked) -> Tensor:
     """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss.
 
     Where nothing is said every audio position has to say so, and the mean is over them. Of several layers that spelled
     (B, T, V) it is the mean.
     """
-    positions, layers = spelled[0].shape[1], len(spelled)
-    frames_B = torch.full_like(masked.letter_counts_B, positions)
-    if heard_BT is not None:
-        frames_B = heard_BT.sum(1) * (positions // heard_BT.shape[1])
+    layers = len(spelled)
     # All layers at once: CTC walks from frame to frame, and a GPU has room for more utterances beside these.
     losses_B = ctc_loss(
         torch.cat(tuple(spelled)),
