@@ -146,7 +146,7 @@ Made by `{command}`.
 
 ABLATIONS = """## What each part is worth
 
-Runs of `trial`'s length over the same speech in the same order, each but for one thing that recipe, on one {device};
+Runs of `trial`'s length, each but for one thing that recipe (or its data), on one {device};
 error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}. Made by `{command}`, which
 says what each row is.
 

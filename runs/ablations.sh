@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What each part is worth: runs of equal length over the same speech in the same order, each but for one thing the recipe
-# `trial`, decoded on the dev sets in 1, 2 and 3 steps. What is done already is skipped, and a run that was stopped is
-# resumed.
+# What each part is worth: runs of equal length, each but for one thing the recipe `trial`, over the same speech in the
+# same order unless that is the thing; decoded on the dev sets in 1, 2 and 3 steps. What is done already is skipped, and a
+# run that was stopped is resumed.
 #
 #   runs/ablations.sh SPEECH OUT [ROW...]
 #   python benchmarks/ablations.py OUT --data SPEECH/dev/{librispeech,commonvoice}-en.jsonl --out benchmarks/results/ablations.json

@@ -175,7 +175,7 @@ def test_each_step_is_shown_what_the_one_before_wrote():
     predictor = Listener([[0]] * 2, canvas=16)
     trace = decode(predictor, [16, 16], PDDOptions(candidates=3, temperature=1.0), trace=True).trace
     assert drafts[0] is None
-    for draft, step in zip(drafts[1:], trace, strict=False):
+    for draft, step in zip(drafts[1:], trace[:-1], strict=True):
         assert (draft.tokens_GL == step.tokens_BKL).all()
         assert torch.equal(draft.probabilities_GL, step.logprobs_BKL.exp())
 

@@ -11,7 +11,15 @@ from whisfusion.ctc import CLASSES, byte_targets
 from whisfusion.errors import OptionError
 from whisfusion.normalise import normalise
 from whisfusion.pdd import Candidate
-from whisfusion.selection import HighestConfidence, MinimumBayesRisk, Oracle, Pool, Spelling, WhisperRerank, risks
+from whisfusion.selection import (
+    HighestConfidence,
+    MinimumBayesRisk,
+    Oracle,
+    Pool,
+    SpelledConsensus,
+    WhisperRerank,
+    risks,
+)
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig, log_likelihood
 
@@ -67,20 +75,20 @@ def test_a_text_that_cannot_be_heard_from_start_to_end_is_not_chosen():
     said = " the cat sat on the mat"
     texts = ["the cat cat sat on the mat", "the cat sat on the mat", "the cat sat the mat", "the cat sat on on the mat"]
     heard = replace(pool(texts), bytes_TV=spelled(said))
-    chosen = Spelling()([heard])[0]
+    chosen = SpelledConsensus()([heard])[0]
     assert chosen.index == 1
     assert chosen.risks == risks(texts, "en")
     endless = replace(pool(["the cat " * 9, "a dog"]), bytes_TV=spelled(said))
-    assert Spelling()([endless])[0].index == 1  # the other has more letters than there are frames
+    assert SpelledConsensus()([endless])[0].index == 1  # the other has more letters than there are frames
     with pytest.raises(OptionError, match="adapter"):
-        Spelling()([pool(texts)])
+        SpelledConsensus()([pool(texts)])
 
 
 def test_consensus_weighs_against_spelling():
     texts = ["the cat sat", "the cat sat", "the cat sat", "the bat sat"]
     for sure, index in ((0.2, 0), (20.0, 3)):
         heard = replace(pool(texts), bytes_TV=spelled(" the bat sat", sure))
-        assert Spelling()([heard])[0].index == index
+        assert SpelledConsensus()([heard])[0].index == index
 
 
 def test_consensus_wins():

@@ -101,6 +101,10 @@ class Draft(NamedTuple):
     tokens_GL: Tensor
     probabilities_GL: Tensor
 
+    def of_sequences(self) -> "Draft":
+        """The same as (G, L), of (B, K, L)."""
+        return Draft(*(values_BKL.flatten(0, 1) for values_BKL in self))
+
 
 class DiffusionDecoder(nn.Module):
     """Bidirectional transformer over the canvas, with cross-attention to the audio in every block."""

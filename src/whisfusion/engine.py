@@ -304,7 +304,7 @@ class _States:
         """States (B * K, L, D)."""
         engine, decoder = self._engine, self._engine.model.decoder
         if draft is not None:
-            draft = Draft(*(values_BKL.flatten(0, 1) for values_BKL in draft))
+            draft = draft.of_sequences()
         x_GLD = decoder.inputs(tokens_BKL.flatten(0, 1), self._anchors_BLD, draft)
         canvas_GL = self._canvas_BL
         if canvas_GL is not None:

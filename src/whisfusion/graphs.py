@@ -16,8 +16,8 @@ Work = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """From named tensors to named tensors, with shapes that depend on no value."""
 
 MOST_GRAPHS = 256
-"""Graphs kept. They share the memory that they work in, but each takes some of the GPU's for itself, by its kernels: a
-few megabytes, tens at full size. A model whose windows and canvases follow duration has some 80 shapes a batch size."""
+"""Graphs kept. They share the memory that they work in, but each takes some of the GPU's for itself. A
+model whose windows and canvases follow duration has some 80 shapes a batch size."""
 _WARMUPS = 2
 """Runs before capture: kernels are compiled and libraries set themselves up in them."""
 

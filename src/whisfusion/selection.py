@@ -84,7 +84,7 @@ class MinimumBayesRisk:
         ]
 
 
-class Spelling:
+class SpelledConsensus:
     """Consensus, and how well the model's adapter can spell a candidate: CTC's log-likelihood a letter, less the risk.
 
     A candidate's words are drawn side by side, and one of them may be there twice or not at all; CTC reads the audio

@@ -27,7 +27,7 @@ from whisfusion.selection import (
     Pool,
     Selection,
     Selector,
-    Spelling,
+    SpelledConsensus,
     WhisperRerank,
     risks,
 )
@@ -55,7 +55,7 @@ class DecoderPredictor:
     def states(self, tokens_BKL: Tensor, draft: Draft | None = None) -> Tensor:
         """Hidden states (B, K, L, D) of partly masked canvases."""
         if draft is not None:
-            draft = Draft(*(values_BKL.flatten(0, 1) for values_BKL in draft))
+            draft = draft.of_sequences()
         states_GLD = self.decoder(tokens_BKL.flatten(0, 1), self.memory, self.canvas_BL, draft=draft)
         return states_GLD.unflatten(0, tokens_BKL.shape[:2])
 
@@ -248,7 +248,12 @@ class DiffusionSystem:
     def _selector(self, options: DecodingOptions) -> Selector:
         if options.selection == "rerank":
             return self._reranker()
-        simple = {"mbr": MinimumBayesRisk, "confidence": HighestConfidence, "spelling": Spelling, "oracle": Oracle}
+        simple = {
+            "mbr": MinimumBayesRisk,
+            "confidence": HighestConfidence,
+            "spelling": SpelledConsensus,
+            "oracle": Oracle,
+        }
         if options.selection not in simple:
             names = "mbr, confidence, spelling, rerank or oracle"
             raise OptionError(f"selection must be {names}, not {options.selection!r}")
