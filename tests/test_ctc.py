@@ -1,5 +1,6 @@
 import importlib.util
 import itertools
+import math
 import os
 
 import pytest
@@ -11,10 +12,12 @@ from whisfusion.ctc import (
     BLANK,
     CLASSES,
     DeviceLoss,
+    DevicePlaces,
     Spelling,
     byte_targets,
     bytes_to_text,
     ctc_loss,
+    ctc_loss_and_places,
     greedy,
     greedy_text,
     greedy_texts,
@@ -121,6 +124,30 @@ def test_loss_is_that_of_all_paths_that_spell_the_target(target):
     torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=GRADIENT_TOLERANCE)
 
 
+@pytest.mark.parametrize("target", [[], [1], [1, 2], [1, 1], [2, 1, 2]])
+def test_places_are_those_of_all_paths_that_spell_the_target(target):
+    frames, classes = 5, 3
+    logits_TV = torch.randn(frames, classes, generator=torch.Generator().manual_seed(4))
+    values = [0.0, 0.5, 1.0, 4.0]  # before the first byte, with it, with the second ...
+    logp_TV = logits_TV.log_softmax(-1)
+    total, expected_T2 = 0.0, torch.zeros(frames, 2)
+    for path in itertools.product(range(classes), repeat=frames):
+        if [index for index, _ in itertools.groupby(path) if index != BLANK] != target:
+            continue
+        share = math.exp(sum(logp_TV[t, index].item() for t, index in enumerate(path)))
+        total += share
+        for t in range(frames):
+            heard = len([index for index, _ in itertools.groupby(path[: t + 1]) if index != BLANK])
+            past = heard == len(target) and path[t] == BLANK
+            expected_T2[t] += share * torch.tensor([values[heard], float(past)])
+    targets_BS = torch.tensor([target + [0] * (3 - len(target))])
+    losses_B, places_BT2 = ctc_loss_and_places(
+        logits_TV[None], targets_BS, torch.tensor([frames]), torch.tensor([len(target)]), torch.tensor([values[1:]])
+    )
+    torch.testing.assert_close(places_BT2[0], expected_T2 / total, rtol=0, atol=1e-5)
+    assert losses_B.item() == pytest.approx(-math.log(total), rel=LOSS_TOLERANCE)
+
+
 def test_what_lies_beyond_the_lengths_counts_for_nothing():
     logits_BTV, targets_BS, inputs_B, lengths_B = make_batch(1)
     losses_B = ctc_loss(logits_BTV, targets_BS, inputs_B, lengths_B)
@@ -163,6 +190,22 @@ def test_kernels_against_pytorch(seed, integers):
     losses_B = DeviceLoss.apply(logits_BTV, *(tensor.to(device, integers) for tensor in rest))
     (losses_B * weights(losses_B)).sum().backward()
     torch.testing.assert_close(losses_B.cpu().double(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
+    assert logits_BTV.grad is not None
+    torch.testing.assert_close(logits_BTV.grad.cpu().double(), expected_BTV, rtol=0, atol=GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_find_the_places_that_the_plain_code_finds(seed):
+    device = kernel_device()
+    logits_BTV, *rest = make_batch(seed)
+    values_BS = torch.rand(rest[0].shape, generator=torch.Generator().manual_seed(seed)).cumsum(1)
+    expected_B, expected_BT2 = ctc_loss_and_places(logits_BTV, *rest, values_BS)
+    _, expected_BTV = reference(logits_BTV, *rest)
+    logits_BTV = logits_BTV.to(device).requires_grad_()
+    losses_B, places_BT2 = DevicePlaces.apply(logits_BTV, *(tensor.to(device) for tensor in (*rest, values_BS)))
+    (losses_B * weights(losses_B)).sum().backward()
+    torch.testing.assert_close(losses_B.cpu(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
+    torch.testing.assert_close(places_BT2.cpu(), expected_BT2, rtol=0, atol=GRADIENT_TOLERANCE)
     assert logits_BTV.grad is not None
     torch.testing.assert_close(logits_BTV.grad.cpu().double(), expected_BTV, rtol=0, atol=GRADIENT_TOLERANCE)
 

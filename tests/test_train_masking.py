@@ -81,11 +81,17 @@ def test_transcripts_are_spelled_in_bytes():
     texts = ["größer 今天", "a", "one two three"]
     labels = [get_tokenizer().encode(text) for text in texts]
     targets = make_targets([*labels, None, []], ["de"] * 5, [32] * 5, 32)
-    letters_BS, counts_B = spell(targets.tokens_BL, targets.scored_BL)
+    letters_BS, counts_B, written_BS = spell(targets.tokens_BL, targets.scored_BL)
     for text, row, count in zip(texts, letters_BS, counts_B.tolist(), strict=False):
         assert row[:count].tolist() == byte_targets(" " + text)
         assert not row[count:].any()
     assert counts_B[3:].tolist() == [0, 0]
+    assert written_BS.shape == letters_BS.shape
+    assert not written_BS[letters_BS == 0].any()
+    for label, row in zip(labels, written_BS, strict=False):
+        ends = torch.tensor([len(SPELLED[token]) for token in label]).cumsum(0)
+        torch.testing.assert_close(row[ends - 1], torch.arange(1.0, len(label) + 1))
+        assert (row[: ends[-1]].diff() > 0).all()
     assert letters_BS.shape[1] % 128 == 0
     [masked] = mask(batch_of([0, 3]))
     assert masked.letter_counts_B.tolist() == [len(b"".join(map(SPELLED.__getitem__, LABELS[0]))), 0]

@@ -183,6 +183,25 @@ def test_an_adapter_learns_to_spell(stride, early):
     assert trainer_of(small_recipe()).decoder.config.adapter == 0
 
 
+@pytest.mark.parametrize("stride", ["1", "2"])
+def test_anchors_learn_where_ctc_hears_the_tokens(stride):
+    recipe = {"decoder.adapter": "2", "decoder.stride": stride, "learning_rate": "3e-3", "warmup_steps": "0"}
+    trainer = trainer_of(small_recipe(**recipe, placing_weight="3.0"))
+    batch = batch_of([0, 1, 3])
+    found = gradients(trainer, batch)
+    assert found["anchors.weigh.weight"].abs().sum() > 0
+    first = trainer.read().placing
+    for _ in range(40):
+        trainer.skip_to(5)
+        trainer.step((batch,))
+    trainer.read()
+    trainer.step((batch,))
+    assert 0 < trainer.read().placing < 0.8 * first
+    untold = trainer_of(small_recipe(**recipe))
+    untold.step((batch,))
+    assert untold.read().placing == 0
+
+
 def test_gradients_are_clipped_to_their_length():
     loose, tight = trainer_of(small_recipe(clip="1e9")), trainer_of(small_recipe(clip="0.01"))
     batch = batch_of([0, 1, 2, 3, 4, 5])

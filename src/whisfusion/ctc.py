@@ -96,6 +96,22 @@ def ctc_loss(logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, ta
     )
 
 
+def ctc_loss_and_places(
+    logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, target_lengths_B: Tensor, values_BS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`ctc_loss`, and where in the target each frame is, by the probabilities of all paths: (B, T, 2), no gradient.
+
+    The first of the two is the expected value (of `values_BS`) of the byte that was heard last, 0 before the first; the
+    second is the probability that all have been heard. Both are 0 where a target has no path.
+    """
+    lengths = (input_lengths_B, target_lengths_B)
+    if logits_BTV.is_cuda:
+        return DevicePlaces.apply(logits_BTV, targets_BS, *lengths, values_BS)
+    with torch.no_grad():
+        places_BT2 = _places(logits_BTV, targets_BS, *lengths, values_BS)
+    return ctc_loss(logits_BTV, targets_BS, *lengths), places_BT2
+
+
 class DeviceLoss(torch.autograd.Function):
     """`ctc_loss` with lengths that stay on the device, which PyTorch's own cannot do.
 
@@ -109,7 +125,7 @@ class DeviceLoss(torch.autograd.Function):
         # Triton comes with PyTorch for GPUs alone.
         from whisfusion.ctc_triton import log_likelihood
 
-        likelihood_B, gradient_BTV = log_likelihood(
+        likelihood_B, gradient_BTV, _ = log_likelihood(
             logits_BTV,
             targets_BS,
             input_lengths_B,
@@ -125,6 +141,88 @@ class DeviceLoss(torch.autograd.Function):
     def backward(ctx: Any, outer_B: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient_BTV,) = ctx.saved_tensors
         return (gradient_BTV * -outer_B[:, None, None]).to(gradient_BTV.dtype), None, None, None
+
+
+class DevicePlaces(torch.autograd.Function):
+    """`ctc_loss_and_places` in one walk there and back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_BTV: Tensor,
+        targets_BS: Tensor,
+        input_lengths_B: Tensor,
+        target_lengths_B: Tensor,
+        values_BS: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        from whisfusion.ctc_triton import log_likelihood
+
+        likelihood_B, gradient_BTV, places_BT2 = log_likelihood(
+            logits_BTV,
+            targets_BS,
+            input_lengths_B,
+            target_lengths_B,
+            blank=BLANK,
+            with_gradient=True,
+            values_BS=values_BS,
+        )
+        assert places_BT2 is not None
+        ctx.save_for_backward(gradient_BTV)
+        ctx.mark_non_differentiable(places_BT2)
+        return -likelihood_B, places_BT2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer_B: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient_BTV,) = ctx.saved_tensors
+        return (gradient_BTV * -outer_B[:, None, None]).to(gradient_BTV.dtype), None, None, None, None
+
+
+def _places(
+    logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, target_lengths_B: Tensor, values_BS: Tensor
+) -> Tensor:
+    """The forward-backward algorithm frame by frame: slow, and plain. States are blank, byte, blank, byte ... blank."""
+    batch, frames, _ = logits_BTV.shape
+    logp_BTV = F.log_softmax(logits_BTV, dim=-1, dtype=torch.float64)
+    states = 2 * targets_BS.shape[1] + 1
+    classes_BZ = torch.full((batch, states), BLANK)
+    classes_BZ[:, 1::2] = targets_BS
+    value_BZ = torch.zeros(batch, states, dtype=torch.float64)
+    value_BZ[:, 1::2] = value_BZ[:, 2::2] = values_BS.double()
+    last_B1 = 2 * target_lengths_B[:, None]
+    state_Z = torch.arange(states)
+    own_BZ = state_Z <= last_B1
+    skips_BZ = (state_Z % 2 == 1) & (state_Z > 1) & (classes_BZ != classes_BZ.roll(2, 1))
+
+    def reached(from_BZ: Tensor) -> Tensor:
+        before = [F.pad(from_BZ, (by, 0), value=-torch.inf)[:, :states] for by in (1, 2)]
+        before[1] = before[1].masked_fill(~skips_BZ, -torch.inf)
+        return torch.stack((from_BZ, *before)).logsumexp(0)
+
+    def led_on(from_BZ: Tensor) -> Tensor:
+        skipped_BZ = from_BZ.masked_fill(~skips_BZ, -torch.inf)
+        after = [F.pad(x_BZ, (0, by), value=-torch.inf)[:, by:] for by, x_BZ in ((1, from_BZ), (2, skipped_BZ))]
+        return torch.stack((from_BZ, *after)).logsumexp(0)
+
+    heard = [
+        logp_BTV[:, t].gather(1, classes_BZ).masked_fill(~own_BZ | (t >= input_lengths_B[:, None]), -torch.inf)
+        for t in range(frames)
+    ]
+    at_BZ = torch.zeros(batch, states, dtype=torch.float64).masked_fill(state_Z > 0, -torch.inf)
+    ways = []
+    for heard_BZ in heard:
+        at_BZ = reached(at_BZ) + heard_BZ
+        ways.append(at_BZ)
+    places_BT2 = torch.zeros(batch, frames, 2)
+    end_BZ = torch.where(own_BZ & (state_Z >= last_B1 - 1), 0.0, -torch.inf)
+    after_BZ = end_BZ
+    for t in reversed(range(frames)):
+        after_BZ = torch.where(t + 1 == input_lengths_B[:, None], end_BZ, after_BZ)
+        share_BZ = (ways[t] + after_BZ).softmax(1).nan_to_num()
+        places_BT2[:, t, 0] = (share_BZ * value_BZ).sum(1).float()
+        places_BT2[:, t, 1] = share_BZ.gather(1, last_B1)[:, 0].float()
+        after_BZ = led_on(after_BZ + heard[t])
+    return places_BT2
 
 
 def _merge(best_T: Tensor) -> Spelling:

@@ -30,10 +30,13 @@ def log_likelihood(
     *,
     blank: int,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
+    values_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Each target's log-likelihood in float32, and its gradient by the logits in their own type.
 
-    Both are 0 where a target has no path through its frames. Runs on a GPU, or under TRITON_INTERPRET=1 on a CPU.
+    Both are 0 where a target has no path through its frames. With the gradient and `values_BS` (float32, a value for
+    each byte) also (B, T, 2): the expected value of the byte that was heard last, 0 before the first, and the
+    probability that all have been heard. Runs on a GPU, or under TRITON_INTERPRET=1 on a CPU.
     """
     batch, frames, classes = logits_BTV.shape
     longest = targets_BS.shape[1]
@@ -53,15 +56,29 @@ def log_likelihood(
     impossible_B = total_B < _NEVER.value / 2
     likelihood_B = total_B.masked_fill(impossible_B, 0.0)
     if not with_gradient:
-        return likelihood_B, None
+        return likelihood_B, None, None
     share_BTV = torch.zeros_like(logp_BTV)
-    _backward[(batch,)](logp_BTV, *targets, blank_BTK, byte_BTK, total_B, share_BTV, *sizes, **walk)
+    heard_BT2 = None if values_BS is None else logp_BTV.new_zeros(batch, frames, 2)
+    values = share_BTV if values_BS is None else values_BS.contiguous()
+    _backward[(batch,)](
+        logp_BTV,
+        *targets,
+        blank_BTK,
+        byte_BTK,
+        total_B,
+        share_BTV,
+        values,
+        share_BTV if heard_BT2 is None else heard_BT2,
+        *sizes,
+        VALUES=heard_BT2 is not None,
+        **walk,
+    )
     gradient_BTV = torch.empty_like(logp_BTV, dtype=logits_BTV.dtype)
     row = triton.next_power_of_2(classes)
     _gradient[(batch * frames,)](
         logp_BTV, share_BTV, targets[1], impossible_B, gradient_BTV, frames, classes, BLOCK=row
     )
-    return likelihood_B, gradient_BTV
+    return likelihood_B, gradient_BTV, heard_BT2
 
 
 @triton.jit
@@ -144,19 +161,29 @@ def _backward(
     bytes_: tl.tensor,
     totals: tl.tensor,
     shares: tl.tensor,
+    values: tl.tensor,
+    heard_values: tl.tensor,
     frames: tl.tensor,
     longest: tl.tensor,
     classes: tl.constexpr,
     blank_class: tl.constexpr,
+    VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add to `shares` (B, T, V) the part of the target's likelihood whose paths are in a class at a frame."""
+    """Add to `shares` (B, T, V) the part of the target's likelihood whose paths are in a class at a frame.
+
+    Where VALUES, store in `heard_values` (B, T, 2) the mean over all paths of the value of the byte heard last, and the
+    part of the paths that are past the last byte.
+    """
     utterance, length, count, k, byte, differs = _utterance(
         targets, input_lengths, target_lengths, frames, longest, BLOCK
     )
     total = tl.load(totals + utterance)
     if total < _NEVER / 2:
         length = 0
+    if VALUES:
+        value = tl.load(values + utterance * longest + k, mask=k < count, other=0.0)
+        value_before = tl.load(values + utterance * longest + k - 1, mask=(k > 0) & (k <= count), other=0.0)
     # Log-probability of what follows from the next frame on; after the last frame a path stands on the last blank.
     from_blank = tl.where(k == count, 0.0, _NEVER)
     from_byte = tl.full((BLOCK,), _NEVER, tl.float32)
@@ -175,8 +202,13 @@ def _backward(
         after_blank = _either(from_blank, from_byte)
         after_byte = _either(from_byte, onward)
         share = shares + frame * classes
-        tl.store(share + blank_class, tl.sum(tl.exp(at_blank + after_blank - total)))
+        share_blank = tl.exp(at_blank + after_blank - total)
+        tl.store(share + blank_class, tl.sum(share_blank))
         share_byte = tl.exp(at_byte + after_byte - total)
+        if VALUES:
+            whole = tl.maximum(tl.sum(share_blank) + tl.sum(share_byte), 1e-30)
+            tl.store(heard_values + 2 * frame, tl.sum(share_blank * value_before + share_byte * value) / whole)
+            tl.store(heard_values + 2 * frame + 1, tl.sum(tl.where(k == count, share_blank, 0.0)) / whole)
         tl.atomic_add(share + byte, share_byte, mask=(k < count) & (share_byte != 0.0), sem="relaxed")
         from_blank = after_blank + heard_blank
         from_byte = after_byte + heard_byte

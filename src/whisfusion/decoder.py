@@ -223,7 +223,7 @@ class DiffusionDecoder(nn.Module):
         memory_BTD = self.project(audio_BTD)
         if not self.config.anchors:
             return memory_BTD, AudioMemory([], heard_BT, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
-        own_BLD, quantity_B = self.anchors(
+        own_BLD, amounts_BT = self.anchors(
             audio_BTD,
             heard_BT,
             positions=positions - PROMPT_LENGTH,
@@ -232,7 +232,7 @@ class DiffusionDecoder(nn.Module):
         )
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
-        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, quantity_B, bytes_BTV, tuple(earlier))
+        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, amounts_BT, bytes_BTV, tuple(earlier))
 
     def forward(
         self,

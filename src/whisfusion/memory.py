@@ -23,8 +23,8 @@ class AudioMemory:
     """True where there is audio; None where every position counts. An adapter's positions may be fewer."""
     anchors_BLD: Tensor | None = None
     """Added to the input of each canvas position."""
-    quantity_B: Tensor | None = None
-    """How many tokens (endoftext included) the anchors hear."""
+    amounts_BT: Tensor | None = None
+    """How much of a token the anchors hear at each audio position, endoftext included."""
     bytes_BTV: Tensor | None = None
     """The adapter's CTC logits, one or more for every audio position: the blank and the 256 bytes of UTF-8."""
     earlier: tuple[Tensor, ...] = ()
@@ -134,9 +134,9 @@ class Anchors(nn.Module):
         counts_B: Tensor | None,
         room_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Anchors (B, positions, D), 0 where nothing is left to hear, and the quantity (B,) of tokens heard."""
-        slices_BLE, quantity_B = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B, room_B=room_B)
-        return self.norm(self.project(slices_BLE)), quantity_B
+        """Anchors (B, positions, D), 0 where nothing is left to hear, and the weights (B, T): tokens heard at each."""
+        slices_BLE, a_BT = self.cut(audio_BTD, heard_BT, positions=positions, counts_B=counts_B, room_B=room_B)
+        return self.norm(self.project(slices_BLE)), a_BT
 
     def cut(
         self,
@@ -147,7 +147,7 @@ class Anchors(nn.Module):
         counts_B: Tensor | None,
         room_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mean audio of each position's slice (B, positions, parts * audio width), and the quantity.
+        """Mean audio of each position's slice (B, positions, parts * audio width), and the weights.
 
         The weights are scaled to sum to `counts_B` (in training the true counts) or to the nearest whole number that
         fits: at most `room_B`, which is `positions` unless an utterance's own canvas is shorter.
@@ -166,4 +166,4 @@ class Anchors(nn.Module):
         i_L1 = torch.arange(self.parts * positions, device=a_BT.device, dtype=torch.float32)[:, None]
         w_BLT = torch.minimum(end_BT[:, None], i_L1 + 1) - torch.maximum(start_BT[:, None], i_L1)
         slices_BLE = w_BLT.clamp(min=0).to(audio_BTD.dtype) @ audio_BTD
-        return slices_BLE.unflatten(1, (positions, self.parts)).flatten(2), quantity_B
+        return slices_BLE.unflatten(1, (positions, self.parts)).flatten(2), a_BT

@@ -68,6 +68,8 @@ class Recipe:
     """Weight of the anchors' token count in the loss, where the decoder has anchors."""
     ctc_weight: float = 0.3
     """Weight of the adapter's CTC loss, where the decoder has an adapter."""
+    placing_weight: float = 0.0
+    """Weight of how far the anchors' tokens are from where the adapter's CTC hears them."""
     language_share: float = 0.0
     """Share of the utterances whose language token is masked too, and predicted."""
     language_weight: float = 1.0
@@ -185,6 +187,7 @@ _LEAST = {
     "quantity_weight": 0,
     "language_weight": 0,
     "ctc_weight": 0,
+    "placing_weight": 0,
     "weight_decay": 0,
     "ema_ramp": 0,
     "seed": 0,

@@ -63,6 +63,8 @@ class Masked:
     """Bytes of the transcripts as CTC classes, for the adapter; of no width where there is none."""
     letter_counts_B: Tensor
     """How many they are."""
+    written_BS: Tensor
+    """How many tokens, in parts too, are written with each of them."""
 
 
 def mask_step(
@@ -132,7 +134,7 @@ def _masked(
     valid_B = targets.scored_BL.any(1)
     bin_B = (ratio_B * BINS).long().clamp(max=BINS - 1)
     language_B = choices["language_masked_B"] & valid_B
-    letters_BS, letter_counts_B = spell(targets.tokens_BL, targets.scored_BL & letters)
+    letters_BS, letter_counts_B, written_BS = spell(targets.tokens_BL, targets.scored_BL & letters)
     on_device = choices | {
         "tokens_BL": torch.where(
             language_B[:, None] & (torch.arange(tokens_BL.shape[1]) == LANGUAGE_POSITION), MASK, tokens_BL
@@ -149,12 +151,16 @@ def _masked(
         "language_masked_B": language_B,
         "letters_BS": letters_BS,
         "letter_counts_B": letter_counts_B,
+        "written_BS": written_BS,
     }
     return Masked(**{name: to_device(tensor, device) for name, tensor in on_device.items()})
 
 
-def spell(tokens_BL: Tensor, scored_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of the scored text as CTC classes (B, S), 0 (the blank) beyond them, and their numbers (B,)."""
+def spell(tokens_BL: Tensor, scored_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The bytes of the scored text as CTC classes (B, S), 0 (the blank) beyond them, and their numbers (B,).
+
+    Then how many tokens are written with each byte (B, S): the second of four bytes of the third token makes it 2.5.
+    """
     flat, firsts_V, counts_V = _spelling()
     text_BL = scored_BL & (tokens_BL < ENDOFTEXT)
     ids_N, row_N = tokens_BL[text_BL], text_BL.nonzero()[:, 0]
@@ -162,12 +168,15 @@ def spell(tokens_BL: Tensor, scored_BL: Tensor) -> tuple[Tensor, Tensor]:
     counts_B = torch.zeros(len(tokens_BL), dtype=torch.long).index_add(0, row_N, counts_N)
     longest = int(counts_B.max()) if len(ids_N) else 0
     letters_BS = torch.zeros(len(tokens_BL), -(-longest // _LETTERS_MULTIPLE) * _LETTERS_MULTIPLE, dtype=torch.long)
-    # Each letter's place in its token, and so in the line of all letters.
-    within_M = torch.arange(int(counts_N.sum())) - (counts_N.cumsum(0) - counts_N).repeat_interleave(counts_N)
-    letters_BS[torch.arange(letters_BS.shape[1]) < counts_B[:, None]] = (
-        1 + flat[firsts_V[ids_N].repeat_interleave(counts_N) + within_M]
-    )
-    return letters_BS, counts_B
+    # The token of each letter, and its place in it.
+    of_M = torch.arange(len(ids_N)).repeat_interleave(counts_N)
+    within_M = torch.arange(len(of_M)) - (counts_N.cumsum(0) - counts_N)[of_M]
+    spelled_BS = torch.arange(letters_BS.shape[1]) < counts_B[:, None]
+    letters_BS[spelled_BS] = 1 + flat[firsts_V[ids_N][of_M] + within_M]
+    written_BS = torch.zeros(letters_BS.shape)
+    before_N = (text_BL.cumsum(1) - 1)[text_BL]
+    written_BS[spelled_BS] = before_N[of_M] + (within_M + 1) / counts_N[of_M]
+    return letters_BS, counts_B, written_BS
 
 
 @functools.cache

@@ -3,20 +3,22 @@
 Letters: B utterances, L canvas positions, T audio positions, D width, R positions to predict, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion.ctc import ctc_loss
+from whisfusion.ctc import ctc_loss, ctc_loss_and_places
 from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.diffusion import diffusion_loss, position_losses, quantity_loss
 from whisfusion.memory import AudioMemory
 from whisfusion.pdd import ended
 from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
 from whisfusion.train.masking import BINS, LANGUAGE_POSITION, Masked
+
+_PLACING_SPANS = (2, 8, 32, 128)
+"""Audio positions over which tokens are counted."""
 
 _VOCAB_MULTIPLE = 64
 """Matrix units want rows of whole 128 bytes; the vocabulary is odd."""
@@ -34,6 +36,8 @@ class Terms:
     """Cross-entropy of the language tokens that were masked."""
     ctc: Tensor
     """Cross-entropy of the adapter's spelling, a letter; the mean over the layers that spell."""
+    placing: Tensor
+    """How far, in tokens, the anchors are from where CTC hears the transcript's; where that is asked for."""
     by_bin: Tensor
     """The first by bins of the mask ratio, without gradient."""
 
@@ -47,13 +51,17 @@ class Objective(nn.Module):
         *,
         label_smoothing: float = 0.0,
         languages: bool = False,
+        placing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """`languages`: whether masked language tokens are predicted. `compiled`: whether to fuse head and loss."""
+        """`languages`: whether masked language tokens are predicted. `placing`: whether CTC tells the anchors where
+        tokens are. `compiled`: whether to fuse head and loss.
+        """
         super().__init__()
         self.decoder = decoder
         self.label_smoothing = label_smoothing
         self.languages = languages
+        self.placing = placing
         self._losses = torch.compile(head_losses, dynamic=True) if compiled else head_losses
         self._likeliest = torch.compile(likeliest, dynamic=True) if compiled else likeliest
 
@@ -70,19 +78,21 @@ class Objective(nn.Module):
         losses_R = self._losses(
             states_BLD.flatten(0, 1)[masked.where_R], decoder.output_weight, masked.targets_R, self.label_smoothing
         )
-        quantity = language = losses_R.new_zeros(())
-        if memory.quantity_B is not None:
+        quantity = language = ctc = placing = losses_R.new_zeros(())
+        if memory.amounts_BT is not None:
+            quantity_B = memory.amounts_BT.sum(1)
             # An utterance outside the loss counts as heard right.
-            counts_B = torch.where(masked.valid_B, masked.counts_B, memory.quantity_B.detach())
-            quantity = quantity_loss(memory.quantity_B, counts_B) * len(counts_B)
+            counts_B = torch.where(masked.valid_B, masked.counts_B, quantity_B.detach())
+            quantity = quantity_loss(quantity_B, counts_B) * len(counts_B)
         if self.languages:
             language = self._language_loss(states_BLD[:, LANGUAGE_POSITION], masked)
-        ctc = losses_R.new_zeros(())
         if memory.bytes_BTV is not None:
-            ctc = _spelling_loss([*memory.earlier, memory.bytes_BTV], memory.spelled_positions(), masked)
+            ctc, places_BT2 = _spelling_loss(memory, masked, placing=self.placing)
+            if places_BT2 is not None:
+                placing = _placing_loss(memory, places_BT2, masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
-        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, by_bin)
+        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, placing, by_bin)
 
     @torch.no_grad()
     def _draft(
@@ -107,23 +117,44 @@ class Objective(nn.Module):
         return diffusion_loss(losses_B, masked.language_masked_B.float())
 
 
-def _spelling_loss(spelled: Sequence[Tensor], frames_B: Tensor, masked: Masked) -> Tensor:
+def _spelling_loss(memory: AudioMemory, masked: Masked, *, placing: bool) -> tuple[Tensor, Tensor | None]:
     """CTC over each utterance's own audio, as a mean over its letters, so that it weighs as much as a token's loss.
 
     Where nothing is said every audio position has to say so, and the mean is over them. Of several layers that spelled
-    (B, T, V) it is the mean.
+    it is the mean. With `placing` also where the last layer hears the tokens: `ctc_loss_and_places`.
     """
-    layers = len(spelled)
+    assert memory.bytes_BTV is not None
+    spelled, frames_B = (*memory.earlier, memory.bytes_BTV), memory.spelled_positions()
+    layers, places = len(spelled), None
     # All layers at once: CTC walks from frame to frame, and a GPU has room for more utterances beside these.
-    losses_B = ctc_loss(
-        torch.cat(tuple(spelled)),
-        masked.letters_BS.repeat(layers, 1),
-        frames_B.repeat(layers),
-        masked.letter_counts_B.repeat(layers),
-    )
-    losses_B = losses_B.unflatten(0, (layers, -1)).mean(0)
+    targets = (masked.letters_BS, frames_B, masked.letter_counts_B)
+    inputs = (torch.cat(spelled), *(torch.cat((part,) * layers) for part in targets))
+    if placing:
+        losses, places = ctc_loss_and_places(*inputs, torch.cat((masked.written_BS,) * layers))
+    else:
+        losses = ctc_loss(*inputs)
+    losses_B = losses.unflatten(0, (layers, -1)).mean(0)
     terms_B = torch.where(masked.letter_counts_B > 0, masked.letter_counts_B, frames_B.clamp(min=1))
-    return (losses_B / terms_B * masked.valid_B).sum()
+    return (losses_B / terms_B * masked.valid_B).sum(), None if places is None else places[-len(frames_B) :]
+
+
+def _placing_loss(memory: AudioMemory, places_BT2: Tensor, masked: Masked) -> Tensor:
+    """How far what the anchors hear is from what CTC hears, in tokens: over spans of several lengths up to each audio
+    position, so that a token too many somewhere is blamed on its own surroundings.
+    """
+    assert memory.amounts_BT is not None
+    # CTC may spell several times for each audio position: what counts is where it is at the end of them.
+    each = places_BT2.shape[1] // memory.amounts_BT.shape[1]
+    written_BT, past_BT = places_BT2[:, each - 1 :: each].unbind(-1)
+    heard_BT = memory.heard_BT if memory.heard_BT is not None else torch.ones_like(past_BT, dtype=torch.bool)
+    # Endoftext is what follows the last letter.
+    written_BT = written_BT + past_BT.cumsum(1) / past_BT.sum(1, keepdim=True).clamp(min=1e-3)
+    off_BT = memory.amounts_BT.cumsum(1) - written_BT
+    # Without a path through its frames CTC knows nothing of an utterance.
+    counted_BT = heard_BT & (masked.valid_B & places_BT2.flatten(1).any(1))[:, None]
+    spans = [off_BT - F.pad(off_BT, (span, 0))[:, : off_BT.shape[1]] for span in _PLACING_SPANS]
+    apart_BT = torch.stack(spans).abs().mean(0) * counted_BT
+    return (apart_BT.sum(1) / counted_BT.sum(1).clamp(min=1)).sum()
 
 
 def head_losses(states_RD: Tensor, head_VD: Tensor, targets_R: Tensor, label_smoothing: float) -> Tensor:

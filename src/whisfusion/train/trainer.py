@@ -43,6 +43,8 @@ class Readings:
     """Cross-entropy of masked language tokens; nan where there were none."""
     ctc: float
     """The adapter's CTC loss a letter, the mean over the layers that spell; 0 without an adapter."""
+    placing: float
+    """How far the anchors are from where CTC hears the tokens, in tokens; 0 where that is not asked for."""
     gradient_norm: float
     """Mean over the steps, before clipping."""
     by_bin: tuple[float, ...]
@@ -70,6 +72,7 @@ class Trainer:
             decoder,
             label_smoothing=recipe.label_smoothing,
             languages=recipe.language_share > 0,
+            placing=recipe.placing_weight > 0 and decoder.config.anchors,
             compiled=recipe.compile,
         )
         shard(self.objective, ranks, recipe.precision)
@@ -79,7 +82,7 @@ class Trainer:
         self._graphs = recipe.graphs and ranks.world == 1 and ranks.device.type == "cuda"
         if self._graphs:
             self._work = Captured(self._compute, list(decoder.parameters()))
-        self._totals = torch.zeros(6 + 2 * BINS, device=ranks.device)
+        self._totals = torch.zeros(7 + 2 * BINS, device=ranks.device)
         self._steps_read = 0
 
     def step(self, batches: Sequence[Batch]) -> None:
@@ -133,7 +136,7 @@ class Trainer:
         totals = self._totals.clone()
         # The norm is already that of all ranks.
         totals[4] /= self.ranks.world
-        loss, quantity, language, languages, norm, ctc, *bins = self.ranks.sum(totals).tolist()
+        loss, quantity, language, languages, norm, ctc, placing, *bins = self.ranks.sum(totals).tolist()
         by_bin, counts = bins[:BINS], bins[BINS:]
         utterances, steps = sum(counts), self.step_number - self._steps_read
         self._totals.zero_()
@@ -143,6 +146,7 @@ class Trainer:
             quantity=_ratio(quantity, utterances),
             language=_ratio(language, languages),
             ctc=_ratio(ctc, utterances),
+            placing=_ratio(placing, utterances),
             gradient_norm=_ratio(norm, steps),
             by_bin=tuple(_ratio(total, count) for total, count in zip(by_bin, counts, strict=True)),
             utterances=round(utterances),
@@ -171,6 +175,7 @@ class Trainer:
         # Sharding averages gradients over the ranks, so a sum over them takes their number as a factor.
         utterances, languages = (self.ranks.world / inputs["counts"].clamp(min=1)).unbind()
         loss = terms.diffusion + recipe.quantity_weight * terms.quantity + recipe.ctc_weight * terms.ctc
+        loss = loss + recipe.placing_weight * terms.placing
         loss = loss * utterances + recipe.language_weight * terms.language * languages
         loss.backward()
         return tuple(getattr(terms, field.name).detach() for field in fields(Terms))
@@ -179,9 +184,9 @@ class Trainer:
     def _add(self, terms: Terms, masked: Masked) -> None:
         self._totals[:3] += torch.stack((terms.diffusion, terms.quantity, terms.language))
         self._totals[3] += masked.language_masked_B.sum()
-        self._totals[5] += terms.ctc
-        self._totals[6 : 6 + BINS] += terms.by_bin
-        self._totals[6 + BINS :] += masked.bin_counts
+        self._totals[5:7] += torch.stack((terms.ctc, terms.placing))
+        self._totals[7 : 7 + BINS] += terms.by_bin
+        self._totals[7 + BINS :] += masked.bin_counts
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
