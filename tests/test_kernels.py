@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -142,6 +143,52 @@ def test_draws_invert_the_cumulative_distribution(device, temperature, vocabular
     assert (values_RV.div(temperature).softmax(1).gather(1, ids_RK) > 1e-12).all()
     # Almost always it is the very token of the reference.
     assert (ids_RK == expected.ids_RK[keep]).float().mean() >= 0.9
+
+
+def prefix_sums_in_trees(values: np.ndarray, axis: int) -> np.ndarray:
+    """Prefix sums in the way of a GPU, each in an order of its own: where zeros are added they may rise or fall."""
+    assert values.ndim == 1
+    assert axis == 0
+    sums, step = values, 1
+    while step < len(values):
+        sums = np.concatenate([sums[:step], sums[step:] + sums[:-step]])
+        step *= 2
+    return sums
+
+
+# The edge is the last token before the stretch of 4096 that is not allowed, or before a few that are not.
+@pytest.mark.parametrize(("vocabulary", "edge"), [(4 * 4096 + 1106, 3 * 4096 - 5), (1106, 1003)])
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_draws_are_allowed_tokens_in_whatever_order_sums_are_taken(device, monkeypatch, vocabulary, edge, scale):
+    from whisfusion import kernels_triton
+
+    # Triton's interpreter sums from left to right: such sums never fall, and would hide what happens on a GPU.
+    monkeypatch.setattr(np, "cumsum", prefix_sums_in_trees)
+    rows, temperature = 32, 0.7
+    logits_RV = noise(rows, vocabulary + 46, device=device, dtype=torch.bfloat16, scale=scale)
+    v = torch.arange(vocabulary + 46)
+    allowed_V = (v % 8 < 4) & (v // 4096 != 3)
+    values_RV = logits_RV.cpu()[:, :vocabulary].float().masked_fill(~allowed_V[:vocabulary], -torch.inf)
+    mass_RV = (values_RV.double() / temperature).softmax(1)
+    near_K = torch.arange(-3, 4) * 2.0**-24
+    uniforms_RK = (mass_RV.cumsum(1)[:, [edge, -1], None] + near_K).flatten(1).float().clamp(max=1 - 2**-24)
+    list_R = torch.zeros(rows, dtype=torch.int32, device=device)
+    ids_RK, logprobs_RK, _ = kernels_triton.draw(
+        logits_RV,
+        uniforms_RK.to(device),
+        temperature,
+        list_R.long(),
+        vocabulary=vocabulary,
+        wanted_R=None,
+        lists=Lists(allowed_V[None].to(device, torch.uint8), list_R),
+    )
+    ids_RK = ids_RK.cpu()
+    assert ids_RK.max() < vocabulary
+    assert allowed_V[ids_RK].all()
+    assert (mass_RV.gather(1, ids_RK) > 1e-14).all()
+    expected = values_RV.log_softmax(1).gather(1, ids_RK)
+    torch.testing.assert_close(logprobs_RK.cpu(), expected, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert misses(values_RV, ids_RK, uniforms_RK, temperature).max() < UNIFORM_TOLERANCE
 
 
 def test_a_draw_of_nothing_still_scores_the_targets(device):

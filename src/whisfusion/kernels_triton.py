@@ -17,6 +17,8 @@ tl: Any = import_module("triton.language")
 
 _LEAST = tl.constexpr(2.0**-25)
 """A uniform of exactly 0 would draw the first token, however unlikely."""
+_NEGLIGIBLE = tl.constexpr(2.0**-43)
+"""Mass next to the likeliest token's, of which a whole vocabulary is still less than the least uniform."""
 _LOGITS_AT_ONCE = 4096
 _HEADS_AT_ONCE = 32
 _COLUMNS_AT_ONCE = 1024
@@ -224,6 +226,29 @@ def _stretch(
     return value
 
 
+@triton.jit
+def _mass(below: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
+    """Mass next to the likeliest token's, of logits less the largest; what is next to nothing is nothing."""
+    mass = tl.exp(below * inverse_temperature)
+    return tl.where(mass > _NEGLIGIBLE, mass, 0.0)
+
+
+@triton.jit
+def _sums(mass: tl.tensor) -> tl.tensor:
+    """Mass up to and with each place, and 0 at places that have none of their own, which must not be drawn.
+
+    A GPU takes each of these sums in another order: one may round to more than the sum before it though nothing was
+    added, and then a token that is not allowed, or a column after the last, would seem to be the one that is met.
+    """
+    return tl.where(mass > 0, tl.cumsum(mass, 0), 0.0)
+
+
+@triton.jit
+def _met(sums: tl.tensor, goal: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """The first place whose sum is beyond the goal, or is the largest where rounding puts the goal beyond all."""
+    return tl.min(tl.where((sums > goal) | (sums >= tl.max(sums)), tl.arange(0, SIZE), SIZE))
+
+
 @triton.jit(do_not_specialize=["target_stride", "inverse_temperature"])
 def _draw(
     logits: tl.tensor,
@@ -279,30 +304,27 @@ def _draw(
         at_target = tl.where(tl.load(may + target) != 0, at_target, float("-inf"))
     tl.store(target_logprobs + row, at_target - total)
 
-    v = tl.arange(0, BLOCK)
     if GREEDY:
         best = tl.min(tl.where(tops == top, part, PARTS))
         value = _stretch(own, may, best * BLOCK, VOCABULARY, LISTED, BLOCK)
-        token = best * BLOCK + tl.min(tl.where(value == top, v, BLOCK))
+        token = best * BLOCK + tl.min(tl.where(value == top, tl.arange(0, BLOCK), BLOCK))
         for k in range(DRAWS):
             tl.store(ids + row * DRAWS + k, token.to(tl.int64))
             tl.store(logprobs + row * DRAWS + k, top - total)
     else:
-        mass = sharp_masses * tl.exp((tops - top) * inverse_temperature)
-        reached = tl.cumsum(mass, 0)
-        whole = tl.max(reached)
-        last = tl.max(tl.where(mass > 0, part, 0))
+        mass = sharp_masses * _mass(tops - top, inverse_temperature)
+        sums = _sums(mass)
+        whole = tl.max(sums)
         for k in range(DRAWS):
             goal = tl.maximum(tl.load(uniforms + row * DRAWS + k), _LEAST) * whole
-            chosen = tl.minimum(tl.sum((reached <= goal).to(tl.int32)), last)
+            chosen = _met(sums, goal, PARTS)
             before = tl.sum(tl.where(part < chosen, mass, 0.0))
             value = _stretch(own, may, chosen * BLOCK, VOCABULARY, LISTED, BLOCK)
-            inside = tl.cumsum(tl.exp((value - top) * inverse_temperature), 0)
             # Sums in another order round otherwise: a goal just outside the stretch is met at the nearest token
             # that has some mass.
             goal = tl.maximum(goal - before, _LEAST * whole)
-            met = (inside > goal) | (inside >= tl.max(inside))
-            place = tl.min(tl.where(met, v, BLOCK))
-            tl.store(ids + row * DRAWS + k, (chosen * BLOCK + place).to(tl.int64))
-            drawn = tl.sum(tl.where(v == place, value, 0.0))
-            tl.store(logprobs + row * DRAWS + k, drawn - total)
+            place = _met(_sums(_mass(value - top, inverse_temperature)), goal, BLOCK)
+            token = chosen * BLOCK + place
+            tl.store(ids + row * DRAWS + k, token.to(tl.int64))
+            # Read again, so that the stretch need not stay in registers.
+            tl.store(logprobs + row * DRAWS + k, tl.load(own + token).to(tl.float32) - total)
