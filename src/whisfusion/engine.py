@@ -29,7 +29,18 @@ from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, pa
 from whisfusion.graphs import Graphs, Packing, Work, host_tensor, to_host
 from whisfusion.kernels import Lists
 from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
-from whisfusion.pdd import Candidate, PDDOptions, Step, batch_uniforms, collect, denoise, empty_canvas
+from whisfusion.pdd import (
+    Candidate,
+    PDDOptions,
+    Step,
+    Thoughts,
+    batch_uniforms,
+    collect,
+    denoise,
+    empty_canvas,
+    most_likely,
+)
+from whisfusion.repair import CHOICES
 from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, PROMPT_LENGTH, SAMPLEABLE, embedding_rows, get_tokenizer
 from whisfusion.transcriber import DecodingOptions, Window
 from whisfusion.whisper import WhisperDecoder
@@ -60,6 +71,8 @@ class Plan:
     """Whether the language of some is to be found out."""
     rerank: bool
     spelling: bool
+    """Whether the adapter's CTC is wanted."""
+    thoughts: bool
     trace: bool
 
     def __str__(self) -> str:
@@ -78,7 +91,9 @@ class Decoding:
     likelihoods: list[list[float]] | None
     """Of every candidate, to Whisper, where reranking was asked for."""
     bytes_B: list[Tensor] | None
-    """The adapter's CTC logits (T, V) of each window's own frames, where selection by spelling was asked for."""
+    """The adapter's CTC logits (T, V) of each window's own frames, for selection by spelling and for repair."""
+    thoughts: Thoughts | None
+    """What the decoder made of the empty canvases (B, L, M), for repair."""
 
 
 class GraphEngine:
@@ -151,7 +166,8 @@ class GraphEngine:
             pdd=options.pdd,
             detect=any(window.language is None for window in batch),
             rerank=rerank,
-            spelling=options.selection == "spelling",
+            spelling=options.selection == "spelling" or bool(options.repair),
+            thoughts=bool(options.repair),
             trace=options.trace,
         )
 
@@ -251,7 +267,7 @@ class GraphEngine:
         if plan.detect:
             prompts_BP = self._detect(states, prompts_BP, inputs["unknown"], plan.positions)
         tokens_B1L, writable_B1L = empty_canvas(prompts_BP, canvas_B, plan.positions)
-        write = _Writer(self, states, prompts_BP, plan.pdd.temperature)
+        write = _Writer(self, states, prompts_BP, plan.pdd.temperature, choices=CHOICES * plan.thoughts)
         tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, inputs["uniforms"], plan.pdd)
         result = {"tokens": tokens_BKL.int(), "logprobs": logprobs_BKL, "languages": prompts_BP[:, _LANGUAGE_POSITION]}
         if plan.trace:
@@ -261,6 +277,8 @@ class GraphEngine:
         if plan.spelling:
             assert own.bytes_BTV is not None
             result |= {"bytes": own.bytes_BTV, "spelled": own.spelled_positions()}
+        if write.thoughts is not None:
+            result |= {"thoughts": write.thoughts.tokens.int(), "thought logprobs": write.thoughts.logprobs}
         if plan.rerank:
             assert self._scorer is not None
             result["likelihoods"] = self._scorer(audio_BTD, heard_BT, prompts_BP, tokens_BKL)
@@ -321,8 +339,12 @@ class _States:
 class _Writer:
     """Writes wanted positions (`pdd.Write`): logits for all, draws for those that are wanted."""
 
-    def __init__(self, engine: GraphEngine, states: _States, prompts_BP: Tensor, temperature: float) -> None:
-        self._engine, self._states, self._temperature = engine, states, temperature
+    def __init__(
+        self, engine: GraphEngine, states: _States, prompts_BP: Tensor, temperature: float, *, choices: int
+    ) -> None:
+        self._engine, self._states, self._temperature, self._choices = engine, states, temperature, choices
+        self.thoughts: Thoughts | None = None
+        """Of the first step (B, L, M), where they were asked for."""
         self._end_1 = torch.full((1,), ENDOFTEXT, device=prompts_BP.device)
         self._list_B = None
         if engine._lists is not None:
@@ -348,10 +370,12 @@ class _Writer:
         list_R = None
         if self._list_B is not None:
             list_R = self._list_B[:, None].expand(-1, tokens_BKL[0].numel()).reshape(-1)
-        parts = []
+        parts, likely = [], []
         for first in range(0, len(states_RD), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
             logits_RV = F.linear(states_RD[rows], engine._head_VD)
+            if self._choices and self._step == 1:
+                likely.append(self._likely(logits_RV[:, :SAMPLEABLE].float(), None if list_R is None else list_R[rows]))
             parts.append(
                 kernels.draw(
                     logits_RV,
@@ -365,6 +389,12 @@ class _Writer:
             )
         drawn = [torch.cat(values) if len(values) > 1 else values[0] for values in zip(*parts, strict=True)]
         ids_RC, new_RC, end_R = drawn
+        if likely:
+            # Of candidates that do not share their first step, the first one's.
+            tokens, logprobs = (
+                torch.cat(part).unflatten(0, tokens_BKL.shape)[:, 0] for part in zip(*likely, strict=True)
+            )
+            self.thoughts = Thoughts(tokens, logprobs)
         engine.mark(f"head {self._step}")
 
         def candidates(values_RC: Tensor) -> Tensor:
@@ -378,6 +408,11 @@ class _Writer:
             torch.where(wanted_BKL, candidates(new_RC), logprobs_BKL),
             torch.where(wanted_BKL, candidates(end_R[:, None]), ends_BKL),
         )
+
+    def _likely(self, logits_RV: Tensor, list_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._engine._lists is not None and list_R is not None:
+            logits_RV = logits_RV.masked_fill(self._engine._lists[0][list_R] == 0, -torch.inf)
+        return most_likely(logits_RV, logits_RV.logsumexp(1, keepdim=True), self._choices)
 
 
 class _Scorer:
@@ -470,6 +505,7 @@ def _decoding(host: Mapping[str, Tensor], canvas_B: list[int]) -> Decoding:
         bytes_B=[own[:count] for own, count in zip(host["bytes"], host["spelled"].tolist(), strict=True)]
         if "bytes" in host
         else None,
+        thoughts=Thoughts(host["thoughts"], host["thought logprobs"]) if "thoughts" in host else None,
     )
 
 

@@ -18,8 +18,9 @@ from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
-from whisfusion.pdd import Candidate, PDDOptions, Step, UtteranceStep, parallel_decode
+from whisfusion.pdd import Candidate, PDDOptions, Step, Thoughts, UtteranceStep, parallel_decode
 from whisfusion.quantise import Int8Linear, to_int8
+from whisfusion.repair import CHOICES, repair
 from whisfusion.selection import (
     HighestConfidence,
     MinimumBayesRisk,
@@ -90,6 +91,7 @@ class DiffusionSystem:
         if language is not None and language not in config.languages:
             raise LanguageError(f"this model was not trained on {language!r}, only on {', '.join(config.languages)}")
         self._selector(options)
+        self._repairs(options)
 
     def detect(self, batch: Sequence[Window]) -> list[str]:
         """The language of each window, from the prompt's masked language token."""
@@ -105,7 +107,7 @@ class DiffusionSystem:
             heard = self.recognise(batch, options, timings)
             return lambda: heard
         scorer = self._reranker().decoder if options.selection == "rerank" else None
-        wait = self._engine.start(batch, options, scorer)
+        wait = self._engine.start(batch, replace(options, repair=self._repairs(options)), scorer)
         return lambda: self._finish(wait(timings), batch, options, timings)
 
     def _finish(
@@ -114,12 +116,20 @@ class DiffusionSystem:
         watch = Stopwatch(timings)
         nothing = [None] * len(batch)
         pools = [
-            _pool(candidates, language, likelihoods=scores, bytes_TV=bytes_TV, reference=window.reference)
-            for candidates, language, scores, bytes_TV, window in zip(
+            _pool(
+                candidates,
+                language,
+                likelihoods=scores,
+                bytes_TV=bytes_TV,
+                thoughts=thoughts,
+                reference=window.reference,
+            )
+            for candidates, language, scores, bytes_TV, thoughts, window in zip(
                 decoding.candidates,
                 decoding.languages,
                 decoding.likelihoods or nothing,
                 decoding.bytes_B or nothing,
+                _own(decoding.thoughts, decoding.canvas_B),
                 batch,
                 strict=True,
             )
@@ -149,10 +159,13 @@ class DiffusionSystem:
             options.pdd,
             columns=columns,
             trace=options.trace,
+            choices=CHOICES * self._repairs(options),
         )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
-        bytes_B = predictor.memory.own_bytes() if options.selection == "spelling" else [None] * len(batch)
+        spells = options.selection == "spelling" or self._repairs(options)
+        bytes_B = predictor.memory.own_bytes() if spells else [None] * len(batch)
+        thoughts_B = _own(decoded.thoughts, canvas_B)
         pools = [
             _pool(
                 candidates,
@@ -160,6 +173,7 @@ class DiffusionSystem:
                 audio_TD=audio_BTD[row, : lengths[row]],
                 reference=batch[row].reference,
                 bytes_TV=bytes_B[row],
+                thoughts=thoughts_B[row],
             )
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
@@ -175,7 +189,8 @@ class DiffusionSystem:
             tuple(step.of(row, slice(PROMPT_LENGTH, positions)) for step in steps)
             for row, positions in enumerate(canvas_B)
         ]
-        return [_heard(*parts) for parts in zip(pools, selections, traces, strict=True)]
+        mends = self._repairs(options)
+        return [_heard(*parts, mends=mends) for parts in zip(pools, selections, traces, strict=True)]
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -260,6 +275,14 @@ class DiffusionSystem:
         if options.selection == "spelling" and not self.model.config.decoder.adapter:
             raise OptionError("selection by spelling needs a model with an adapter: choose mbr")
         return simple[options.selection]()
+
+    def _repairs(self, options: DecodingOptions) -> bool:
+        """Whether chosen candidates are to be mended."""
+        can = self.model.config.decoder.adapter > 0
+        if options.repair and not can:
+            raise OptionError("repair needs a model with an adapter")
+        # What the oracle chooses is a bound on choosing, not a transcript.
+        return can and options.selection != "oracle" if options.repair is None else options.repair
 
     def _reranker(self) -> WhisperRerank:
         """Whisper's decoder, read from the cache on first use."""
@@ -366,15 +389,26 @@ def _pool(candidates: Sequence[Candidate], language: str, **known: Any) -> Pool:
     return Pool(candidates, texts, language, **known)
 
 
-def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...]) -> Heard:
-    """The chosen candidate, the others beside it."""
+def _own(thoughts: Thoughts | None, canvas_B: Sequence[int]) -> list[Thoughts | None]:
+    """Each utterance's own thoughts, of the positions after the prompt."""
+    if thoughts is None:
+        return [None] * len(canvas_B)
+    return [thoughts.of(row, slice(PROMPT_LENGTH, positions)) for row, positions in enumerate(canvas_B)]
+
+
+def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...], *, mends: bool) -> Heard:
+    """The chosen candidate, mended if that is asked for, and all of them beside it as they were drawn."""
     chosen: Candidate = pool.candidates[selection.index]
+    text, tokens = pool.texts[selection.index], chosen.tokens
+    if mends and pool.thoughts is not None and pool.bytes_TV is not None:
+        tokens = repair(chosen, pool.candidates, pool.thoughts, pool.bytes_TV)
+        text = get_tokenizer().decode(tokens)
     pool_risks = selection.risks or risks(pool.texts, pool.language)
     others = len(pool.candidates) - 1
     return Heard(
         language=pool.language,
-        text=pool.texts[selection.index],
-        tokens=chosen.tokens,
+        text=text,
+        tokens=tokens,
         avg_logprob=chosen.confidence,
         no_speech_prob=sum(not candidate.tokens for candidate in pool.candidates) / len(pool.candidates),
         candidates=tuple(

@@ -142,6 +142,10 @@ class Tokenizer:
 
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 bytes that each text id stands for, by id."""
+        return self._token_bytes
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes]:
         return [self._bpe.decode_single_token_bytes(token_id) for token_id in self.text_ids]
 
     def prompt(self, language: str) -> list[int]:

@@ -127,6 +127,8 @@ class DecodingOptions:
     pdd: PDDOptions
     selection: SelectionName = "mbr"
     trace: bool = False
+    repair: bool | None = None
+    """Whether the chosen candidate is mended; None where the model can, but for the oracle."""
 
 
 class System(Protocol):
@@ -163,6 +165,7 @@ class TranscribeOptions(TypedDict, total=False):
     temperature: float | None
     remask: Literal["random", "confidence"] | None
     selection: SelectionName
+    repair: bool | None
     reference: str | Sequence[str] | None
     seed: int
     trace: bool
@@ -196,6 +199,8 @@ class Transcriber:
         candidates, steps, trajectory, temperature, remask: K, N and the rest of `PDDOptions`; the model's own if None.
         selection: "mbr", "confidence", "spelling" (mbr, and what the adapter's CTC finds likely), "rerank" (by
             Whisper's likelihood) or "oracle".
+        repair: whether the chosen candidate is mended where decoder and adapter's CTC find other words likelier; None
+            where the model can.
         reference: the true transcript or transcripts, for the oracle alone.
         seed: with a window's samples it decides all randomness: what else is in the batch does not.
         trace: keep every denoising step of every candidate in the segments.
@@ -220,6 +225,7 @@ class Transcriber:
         temperature: float | None = None,
         remask: Literal["random", "confidence"] | None = None,
         selection: SelectionName = "mbr",
+        repair: bool | None = None,
         reference: str | Sequence[str] | None = None,
         seed: int = 0,
         trace: bool = False,
@@ -246,7 +252,7 @@ class Transcriber:
             "temperature": temperature,
             "remask": remask,
         }
-        options = DecodingOptions(override_options(self.system.default, given), selection, trace)
+        options = DecodingOptions(override_options(self.system.default, given), selection, trace, repair)
         asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
         for code in dict.fromkeys(asked):
             self.system.check(options, code)

@@ -67,6 +67,13 @@ def add_decoding_options(parser: Parser) -> None:
         "surest; spelling, near to all others and likely to the adapter's CTC; rerank, the likeliest to Whisper",
     )
     group.add_argument(
+        "--no_repair",
+        dest="repair",
+        action="store_const",
+        const=False,
+        help="leave the chosen candidate as it was drawn: no edits that the adapter's CTC finds likelier",
+    )
+    group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws other candidates (default 0)"
     )
     group.add_argument(
@@ -99,8 +106,9 @@ def pdd_arguments(arguments: Arguments) -> dict[str, Any]:
 def decoding_arguments(arguments: Arguments) -> dict[str, Any]:
     """What the user chose, as keyword arguments of `Transcriber.transcribe`: the preset, and over it single options."""
     given = pdd_arguments(arguments)
-    if arguments.selection is not None:
-        given["selection"] = arguments.selection
+    given |= {
+        name: getattr(arguments, name) for name in ("selection", "repair") if getattr(arguments, name) is not None
+    }
     if arguments.system == "whisper" and (given or arguments.preset):
         named = [f"--{name}" for name in (*given, arguments.preset) if name]
         raise OptionError(f"{', '.join(named)}: for diffusion decoding, so not with --system whisper")

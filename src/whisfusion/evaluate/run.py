@@ -59,10 +59,10 @@ def evaluate(
     """Transcribe every utterance and append its line to `out` as soon as its batch is done.
 
     A line has id, dataset, language (the manifest's), duration, text, confidence, detected_language (where it was),
-    candidates, index (which of them the text is) and timings; where the audio cannot be read, an empty text and an
-    error. `on_progress` is told the seconds of audio done so far. Raises OptionError where `out` is there and
-    `options.existing` does not say what to do, or where it was made with other options; ManifestError where two
-    utterances share dataset and id.
+    candidates, index (which of them the text is, or was before repair) and timings; where the audio cannot be read, an
+    empty text and an error. `on_progress` is told the seconds of audio done so far. Raises OptionError where `out` is
+    there and `options.existing` does not say what to do, or where it was made with other options; ManifestError where
+    two utterances share dataset and id.
     """
     options = options or RunOptions()
     _check_unique(utterances)
@@ -213,6 +213,6 @@ def _hypothesis(transcript: Transcript, detected: bool) -> dict[str, Any]:
 
 
 def _chosen(segment: Segment) -> int:
-    """Which candidate became the segment's text."""
-    chosen = segment.text, segment.avg_logprob
-    return [(c.text, c.confidence) for c in segment.candidates].index(chosen)
+    """Which candidate became the segment's text, before that was mended."""
+    chosen = [i for i, candidate in enumerate(segment.candidates) if candidate.confidence == segment.avg_logprob]
+    return next((i for i in chosen if segment.candidates[i].text == segment.text), chosen[0])

@@ -1,0 +1,294 @@
+"""Mends the chosen transcript by small edits that decoder and CTC together find likelier.
+
+A canvas is written side by side, and neighbours may be one place apart: then a piece of a word is there twice, or not
+at all. The adapter's CTC reads the audio from its start to its end and makes no such mistakes, but it spells by ear.
+So edits are made of what the decoder had in mind for a place and its neighbours, and one is made where it gains more
+with both than a threshold. How likely CTC finds an edited text follows from its forward and backward sums over the text
+as it is, and a short walk through the bytes that are new. All of it is for one utterance, on the host.
+
+Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank), M choices.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whisfusion.ctc import BLANK
+from whisfusion.pdd import Candidate, Thoughts
+from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
+
+CHOICES = 8
+"""How many tokens of each place are kept of what the decoder had in mind."""
+
+# All of these were chosen on dev sets.
+_SPELLING = 0.5
+"""What a nat of CTC's weighs against one of the decoder's."""
+_LEAST_GAIN = 1.0
+"""Nats that an edit must gain."""
+_COST = 1.0
+"""Nats that it takes to change the number of tokens."""
+_NEIGHBOUR = 2.0
+"""Nats that a token loses which the decoder had in mind for the next place, or the one before."""
+_UNTHOUGHT = -10.0
+"""Log-probability of a token that the decoder did not think of."""
+_WRITTEN_LEAST = -6.0
+"""The least log-probability of what other candidates wrote."""
+_FIRST_SHARE = 0.3
+"""Share of what the decoder thought before anything was written."""
+_WORST = -5.0
+"""Edits that cost the decoder more are not looked at."""
+_APART = 3
+"""Tokens between edits that are made at once."""
+_ROUNDS = 2
+_MARGIN = 20
+"""Frames, before and after where the text that is edited was heard, in which what is new may be heard."""
+_EDITS_AT_ONCE = 1024
+
+
+class Edit(NamedTuple):
+    """Tokens `first` to `end` of a text become `tokens`, which stand at the places `places`."""
+
+    first: int
+    end: int
+    tokens: tuple[int, ...]
+    places: tuple[int, ...]
+    gain: float
+    """What the decoder gains, less what the edit costs."""
+
+
+def repair(chosen: Candidate, candidates: Sequence[Candidate], thoughts: Thoughts, bytes_TV: Tensor) -> tuple[int, ...]:
+    """The tokens of the chosen candidate after all edits that are worth it.
+
+    thoughts: of the empty canvas, without its prompt. bytes_TV: CTC logits of the utterance.
+    """
+    tokens, places = list(chosen.tokens), list(range(len(chosen.tokens)))
+    minds = _Minds(chosen, candidates, thoughts)
+    logp_TV = bytes_TV.detach().cpu().double().log_softmax(-1)
+    anew = range(len(tokens) + 1)
+    for _ in range(_ROUNDS if tokens else 0):
+        edits = list(_propose(tokens, places, minds, anew))
+        spelled = spelling_gains(logp_TV, tokens, edits)
+        if spelled is None:
+            break
+        gains = [edit.gain + _SPELLING * gain for edit, gain in zip(edits, spelled.tolist(), strict=True)]
+        made = _apart([(gain, edit) for gain, edit in zip(gains, edits, strict=True) if gain > _LEAST_GAIN])
+        for edit in reversed(made):
+            tokens[edit.first : edit.end] = edit.tokens
+            places[edit.first : edit.end] = edit.places
+        if not made or not tokens:
+            break
+        # Elsewhere nothing has changed, and what was not worth it still is not.
+        anew = _around(made, len(tokens))
+    return tuple(tokens)
+
+
+class _Minds:
+    """How likely the decoder finds a token at a place."""
+
+    def __init__(self, chosen: Candidate, candidates: Sequence[Candidate], thoughts: Thoughts) -> None:
+        self._first = _tables(thoughts, len(chosen.tokens) + 1)
+        for candidate in candidates:
+            for table, token, logprob in zip(self._first, candidate.tokens, candidate.logprobs, strict=False):
+                table.setdefault(token, max(logprob, _WRITTEN_LEAST))
+        self._last = [dict(table) for table in self._first]
+        for table, token, logprob in zip(self._last, chosen.tokens, chosen.logprobs, strict=False):
+            table[token] = logprob
+        self._known: dict[tuple[int, int], float] = {}
+        self._choices: dict[int, list[tuple[float, int]]] = {}
+
+    def __call__(self, token: int, place: int) -> float:
+        """Log-probability of a token."""
+        if (token, place) not in self._known:
+            first, last = (_at(tables, token, place) for tables in (self._first, self._last))
+            share = _FIRST_SHARE * math.exp(first) + (1 - _FIRST_SHARE) * math.exp(last)
+            self._known[token, place] = math.log(share)
+        return self._known[token, place]
+
+    def choices(self, place: int) -> list[tuple[float, int]]:
+        """What may stand at a place, the likeliest first."""
+        if place not in self._choices:
+            tokens = {token for table in self._last[max(0, place - 1) : place + 2] for token in table}
+            self._choices[place] = sorted(((self(token, place), token) for token in tokens), reverse=True)
+        return self._choices[place]
+
+
+def _tables(thoughts: Thoughts, places: int) -> list[dict[int, float]]:
+    rows = zip(thoughts.tokens[:places].tolist(), thoughts.logprobs[:places].tolist(), strict=True)
+    tables = [
+        {token: logprob for token, logprob in zip(*row, strict=True) if token < ENDOFTEXT and logprob > -np.inf}
+        for row in rows
+    ]
+    return tables + [{} for _ in range(places - len(tables))]
+
+
+def _at(tables: Sequence[Mapping[int, float]], token: int, place: int) -> float:
+    best = tables[place].get(token, _UNTHOUGHT) if 0 <= place < len(tables) else _UNTHOUGHT
+    for near in (place - 1, place + 1):
+        if 0 <= near < len(tables):
+            best = max(best, tables[near].get(token, -np.inf) - _NEIGHBOUR)
+    return max(best, _UNTHOUGHT)
+
+
+def _propose(tokens: Sequence[int], places: Sequence[int], minds: _Minds, where: Iterable[int]) -> Iterator[Edit]:
+    """At each of the tokens `where`: one less, another, one more before it, and one instead of it and the next.
+
+    The number of tokens is the place after the last. What costs the decoder too much is left out.
+    """
+    for j in where:
+        place = places[j] if j < len(tokens) else places[-1] + 1
+        choices = minds.choices(place)
+        for logprob, other in choices:
+            gain = max(logprob, minds(other, place - 1)) - _COST
+            if gain >= _WORST:
+                yield Edit(j, j, (other,), (place,), gain)
+        if j == len(tokens):
+            continue
+        own = minds(tokens[j], place)
+        yield Edit(j, j + 1, (), (), -own - _COST)
+        for logprob, other in choices:
+            if logprob - own < _WORST:
+                break
+            if other != tokens[j]:
+                yield Edit(j, j + 1, (other,), (place,), logprob - own)
+        if j + 1 == len(tokens):
+            continue
+        after = places[j + 1]
+        both = own + minds(tokens[j + 1], after)
+        for other in {other for _, other in (*choices, *minds.choices(after))} - {tokens[j], tokens[j + 1]}:
+            gain = max(minds(other, place), minds(other, after)) - both - _COST
+            if gain >= _WORST:
+                yield Edit(j, j + 2, (other,), (place,), gain)
+
+
+def _apart(edits: Sequence[tuple[float, Edit]]) -> list[Edit]:
+    """The best of the edits that do not touch each other's surroundings, in the order of the text."""
+    made: list[Edit] = []
+    for _, edit in sorted(edits, reverse=True):
+        if all(edit.first >= other.end + _APART or other.first >= edit.end + _APART for other in made):
+            made.append(edit)
+    return sorted(made)
+
+
+def _around(made: Sequence[Edit], count: int) -> list[int]:
+    """The tokens, of `count` after the edits, that are not far from one."""
+    near, shift = set[int](), 0
+    for edit in made:
+        first = edit.first + shift
+        shift += len(edit.tokens) - (edit.end - edit.first)
+        near.update(range(first - _APART - 1, first + len(edit.tokens) + _APART + 1))
+    return sorted(near & {*range(count + 1)})
+
+
+def spelling_gains(logp_TV: Tensor, tokens: Sequence[int], edits: Sequence[Edit]) -> np.ndarray | None:
+    """By how much each edit changes CTC's log-likelihood of the text; None where the text has no path.
+
+    What is heard outside the edit's surroundings is taken to stay where it is: exact but for what is negligible.
+    """
+    spelled = get_tokenizer().token_bytes()
+    pieces = [[1 + byte for byte in spelled[token]] for token in tokens]
+    starts = np.cumsum([0, *map(len, pieces)])
+    target = [index for piece in pieces for index in piece]
+    text = _Text.of(logp_TV, target)
+    if text is None:
+        return None
+    gains = np.empty(len(edits))
+    # Of one length after another: none waits for a longer one.
+    new = [[1 + byte for token in edit.tokens for byte in spelled[token]] for edit in edits]
+    order = sorted(range(len(edits)), key=lambda i: len(new[i]))
+    for at in range(0, len(order), _EDITS_AT_ONCE):
+        some = order[at : at + _EDITS_AT_ONCE]
+        spans = np.array([(starts[edits[i].first], starts[edits[i].end]) for i in some]).reshape(-1, 2)
+        gains[some] = text.gains(spans[:, 0], spans[:, 1], [new[i] for i in some])
+    return gains
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text's forward and backward sums, scaled frame by frame to the likeliest state.
+
+    Times are one later than frames: time 0 is before the first. After the last frame comes the end, and then a time at
+    which nothing can be heard.
+    """
+
+    target: np.ndarray
+    """Its bytes, and an end that is unlike any of them."""
+    heard_TV: np.ndarray
+    """Probability of each class at a time, by how the scale changes with it."""
+    blank_TS: np.ndarray
+    """Paths that stand, at a time, on the blank after so many bytes."""
+    byte_TS: np.ndarray
+    """Those that stand on the last of so many bytes."""
+    onward_TS: np.ndarray
+    """What becomes of a path that comes to a byte at a time, by the text's likelihood."""
+    arrivals: np.ndarray
+    """When each byte, and the end, was most likely heard."""
+
+    @classmethod
+    def of(cls, logp_TV: Tensor, target: Sequence[int]) -> "_Text | None":
+        """From CTC's log-probabilities; None where the target has no path through the frames."""
+        frames, count = len(logp_TV), len(target)
+        if not count or not frames:
+            return None
+        bytes_S = torch.tensor(target)
+        # The second of the two is the text backwards, whose forward sums are the text's backward sums.
+        total, sums = torch._ctc_loss(
+            torch.stack((logp_TV, logp_TV.flip(0)), 1),
+            torch.stack((bytes_S, bytes_S.flip(0))),
+            [frames, frames],
+            [count, count],
+            BLANK,
+            False,
+        )
+        likelihood = -float(total[0])
+        if not np.isfinite(likelihood):
+            return None
+        there_TS, back_TS = sums[0].numpy(), sums[1].flip(0, 1).numpy()
+        level_T = np.concatenate(([0.0], there_TS.max(1)))
+        at_TS = np.exp(there_TS - level_T[1:, None])
+        blank_TS, byte_TS, onward_TS = np.zeros((3, frames + 3, count + 1))
+        blank_TS[0, 0] = 1.0
+        blank_TS[1 : frames + 1] = at_TS[:, ::2]
+        byte_TS[1 : frames + 1, 1:] = at_TS[:, 1::2]
+        onward_TS[1 : frames + 1, :-1] = np.exp(back_TS[:, 1::2] + level_T[:-1, None] - likelihood)
+        # The end is heard after the last frame, by paths on the last byte or the blank after it.
+        onward_TS[frames + 1, -1] = np.exp(level_T[-1] - likelihood)
+        heard_TV = np.zeros((frames + 3, logp_TV.shape[1]))
+        heard_TV[1 : frames + 1] = np.exp(logp_TV.numpy() + (level_T[:-1] - level_T[1:])[:, None])
+        # Both sums count the frame itself.
+        likely_TS = there_TS[:, 1::2] + back_TS[:, 1::2] - logp_TV.numpy()[:, target]
+        arrivals = np.append(likely_TS.argmax(0) + 1, frames + 1)
+        return cls(np.array([*target, -1]), heard_TV, blank_TS, byte_TS, onward_TS, arrivals)
+
+    def gains(self, firsts: np.ndarray, ends: np.ndarray, new: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log of how much likelier the text is with bytes `firsts` to `ends` replaced by `new`."""
+        counts = np.array([len(piece) for piece in new])
+        longest = int(counts.max(initial=0))
+        new_NZ = np.array([[*piece, *[0] * (longest - len(piece))] for piece in new], dtype=np.int64).reshape(
+            -1, longest
+        )
+        before_N = np.where(firsts > 0, self.target[firsts - 1], -2)
+        # What comes before each new byte, and before the byte after the edit.
+        line_NZ = np.concatenate((before_N[:, None], new_NZ), axis=1)
+        differs_NZ = np.diff(line_NZ, axis=1) != 0
+        differs_N = line_NZ[np.arange(len(new)), counts] != self.target[ends]
+        begin_N = np.where(firsts > 0, np.maximum(self.arrivals[firsts - 1] - _MARGIN, 1), 1)
+        walk = int((self.arrivals[ends] + _MARGIN - begin_N).max(initial=0)) + 1
+        rows, total_N = np.arange(len(new)), np.zeros(len(new))
+        blank_NZ, byte_NZ = np.zeros((2, len(new), longest + 1))
+        for step in range(walk):
+            time_N = np.minimum(begin_N + step, len(self.heard_TV) - 1)
+            # The state before the first new byte is the text's own.
+            blank_NZ[:, 0], byte_NZ[:, 0] = self.blank_TS[time_N - 1, firsts], self.byte_TS[time_N - 1, firsts]
+            leaving_N = blank_NZ[rows, counts] + differs_N * byte_NZ[rows, counts]
+            total_N += leaving_N * self.onward_TS[time_N, ends]
+            came_NZ = blank_NZ[:, :-1] + differs_NZ * byte_NZ[:, :-1] + byte_NZ[:, 1:]
+            stayed_NZ = blank_NZ[:, 1:] + byte_NZ[:, 1:]
+            byte_NZ[:, 1:] = came_NZ * self.heard_TV[time_N[:, None], new_NZ]
+            blank_NZ[:, 1:] = stayed_NZ * self.heard_TV[time_N, BLANK][:, None]
+        with np.errstate(divide="ignore"):
+            return np.log(total_N)
