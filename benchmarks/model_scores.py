@@ -64,6 +64,7 @@ def set_row(part: Score, folded: Score | None, detected: Detection | None) -> di
         "language": part.language,
         "measure": part.measure,
         **error(part.selected),
+        "drawn": part.drawn and error(part.drawn),
         "oracle": None if part.oracle is None else round(100 * part.oracle, 2),
         "utterances": part.selected.utterances,
         "folded": folded and {"by": f"OpenCC {version('opencc')} t2s", **error(folded.selected)},

@@ -177,6 +177,19 @@ def test_reranking_on_the_way_gives_whispers_likelihoods(name, vocab_size):
 
 
 @pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+def test_what_is_mended_is_mended_alike(name):
+    pair = both(make_model(MODELS[name]))
+    assert_same(pair, CLIPS, repair=True, temperature=0.5)
+
+
+def test_random_weights_leave_something_to_mend():
+    plain, _ = both(make_model(MODELS["ours, adapter, padded"]))
+    options = {"temperature": 0.5, "language": "en"}
+    mended, drawn = ([t.text for t in plain.transcribe(CLIPS, **options, repair=repair)] for repair in (True, False))
+    assert mended != drawn
+
+
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
 def test_spelling_weighs_the_same_bytes(name):
     assert_same(both(make_model(MODELS[name])), CLIPS, selection="spelling", temperature=0.5)
 

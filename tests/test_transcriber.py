@@ -177,6 +177,19 @@ def test_selection_by_name(model):
         model.transcribe(clip, language="en", selection="best")
 
 
+def test_repair_needs_an_adapter(tiny_model, clip_model):
+    clip, options = hum(2.0), {"language": "en", "temperature": 0.5}
+    mended, plain = (clip_model.transcribe(clip, **options, repair=repair) for repair in (True, False))
+    # What was drawn is the same, and is told beside what became of it.
+    assert [s.candidates for s in mended.segments] == [s.candidates for s in plain.segments]
+    assert plain.text in [candidate.text for candidate in plain.segments[0].candidates]
+    assert clip_model.transcribe(clip, **options).text == mended.text
+    oracle = clip_model.transcribe(clip, **options, selection="oracle", reference="anything")
+    assert oracle.text in [candidate.text for candidate in oracle.segments[0].candidates]
+    with pytest.raises(OptionError, match="adapter"):
+        whisfusion.load(tiny_model, device="cpu").transcribe(clip, **options, repair=True)
+
+
 def test_spelling_needs_an_adapter(tiny_model, clip_model):
     (segment,) = clip_model.transcribe(hum(1.0), language="en", selection="spelling", temperature=1.0).segments
     assert segment.text == max(segment.candidates, key=lambda c: (c.score, c.confidence)).text

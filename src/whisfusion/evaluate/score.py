@@ -77,7 +77,9 @@ class Score:
     language: str
     measure: Measure
     selected: Rate
-    """Of the text that the run selected."""
+    """Of the text that the run selected, and mended where it did that."""
+    drawn: Rate | None
+    """Of the candidate that it selected, before repair; None where no hypothesis has candidates."""
     confidence: float | None
     """Rate if the candidate of highest confidence had been selected; None where no hypothesis has candidates."""
     oracle: float | None
@@ -180,6 +182,7 @@ class _Judged:
     seconds: float
     language: str
     selected: Edits
+    drawn: Edits
     written: WrittenEdits
     detected: str | None
     confidence: int
@@ -202,12 +205,14 @@ def _judge(utterance: Utterance, record: Mapping[str, Any], options: ScoreOption
     selected = edits(record["text"])
     candidates = record.get("candidates") or []
     # Without candidates (Whisper, audio of several windows, a failure) every selection has the same one to choose.
-    totals = [edits(candidate["text"]).total for candidate in candidates] or [selected.total]
+    found = [edits(candidate["text"]) for candidate in candidates] or [selected]
+    totals = [one.total for one in found]
     confidences = [candidate["confidence"] for candidate in candidates] or [0.0]
     return _Judged(
         utterance.duration,
         language,
         selected,
+        found[record.get("index", 0)] if candidates else selected,
         judge_written(folded(record["text"]), folded(utterance.text), language),
         record.get("detected_language"),
         confidence=totals[int(np.argmax(confidences))],
@@ -246,6 +251,7 @@ def _score(
         language,
         measure,
         _rate(judged, options),
+        _rate(judged, options, attrgetter("drawn")) if has_candidates else None,
         confidence=sum(one.confidence for one in judged) / reference_units if has_candidates else None,
         oracle=sum(one.oracle for one in judged) / reference_units if has_candidates else None,
         errors=sum(one.failed for one in judged),

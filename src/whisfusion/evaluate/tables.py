@@ -47,11 +47,12 @@ def _score_table(scores: Sequence[Score]) -> str:
                 _percent(rate.rate),
                 _interval(rate),
                 *(f"{count:,}" for count in counts),
+                _percent(one.drawn.rate if one.drawn else None),
                 _percent(one.confidence),
                 _percent(one.oracle),
             )
         )
-    return text_table((*header, "confidence %", "oracle %"), rows)
+    return text_table((*header, "drawn %", "confidence %", "oracle %"), rows)
 
 
 def _written_table(scores: Sequence[Score]) -> str:
