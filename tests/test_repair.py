@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whisfusion.ctc import BLANK, CLASSES, byte_targets, log_likelihoods
 from whisfusion.pdd import Candidate, Thoughts
-from whisfusion.repair import Edit, repair, spelling_gains
+from whisfusion.repair import Edit, Text, repair
 from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
 
 TOKENS = get_tokenizer().encode("the cat sat on the mat")
@@ -47,8 +47,8 @@ def test_gains_are_what_ctc_says_of_the_whole_text(seed):
     words = [(), (DOG,), (ON,), (ON, CAT)]
     spans = [(i, j) for i, j in itertools.product(range(4), repeat=2) if i <= j]
     edits = [Edit(first, end, new, (), 0.0) for (first, end), new in itertools.product(spans, words)]
-    gains = spelling_gains(logits_TV.double().log_softmax(-1), tokens, edits)
-    assert gains is not None
+    text = Text.of(logits_TV.double().log_softmax(-1), tokens)
+    assert text is not None
     spelled = get_tokenizer().token_bytes()
 
     def target(text: list[int]) -> list[int]:
@@ -56,7 +56,7 @@ def test_gains_are_what_ctc_says_of_the_whole_text(seed):
 
     texts = [tokens, *([*tokens[: e.first], *e.tokens, *tokens[e.end :]] for e in edits)]
     own, *others = log_likelihoods(logits_TV, [target(text) for text in texts])
-    assert gains.tolist() == pytest.approx([other - own for other in others], abs=2e-3)
+    assert text.gains(edits) == pytest.approx([other - own for other in others], abs=2e-3)
 
 
 def test_a_word_that_is_there_twice_goes():

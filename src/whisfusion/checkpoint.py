@@ -19,6 +19,7 @@ from torch import Tensor
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
+from whisfusion.lexicon import Lexicon
 from whisfusion.pdd import PDDOptions
 from whisfusion.quantise import dequantise, is_quantised, quantise
 from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
@@ -29,6 +30,7 @@ FORMAT = 1
 
 _FILE_BYTES = 4 << 30
 _VOCABULARY = "vocabulary.safetensors"
+_LEXICON = "lexicon.safetensors"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Model:
     """The tokens that may be written in each language; None where that is every token."""
     stored_int8: bool = False
     """Whether its matrices were kept as int8; they are floats here."""
+    lexicon: Lexicon | None = None
+    """Words of each language, for repair."""
 
 
 def save(
@@ -104,7 +108,7 @@ def save(
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stem in ("model*", "encoder*", "vocabulary"):
+    for stem in ("model*", "encoder*", "vocabulary", "lexicon"):
         for stale in folder.glob(f"{stem}.safetensors"):
             stale.unlink()
     files: dict[str, str] = {}
@@ -129,14 +133,22 @@ def add_vocabulary(folder: str | os.PathLike[str], vocabulary: Vocabulary) -> No
 
     Raises ModelError where it is no model folder, OptionError where the model does not know one of the languages.
     """
+    _add(Path(folder), _VOCABULARY, vocabulary.pack())
+
+
+def add_lexicon(folder: str | os.PathLike[str], lexicon: Lexicon) -> None:
+    """Put words into a model folder, in place of those that it had; raises as `add_vocabulary` does."""
+    _add(Path(folder), _LEXICON, lexicon.pack())
+
+
+def _add(folder: Path, name: str, by_language: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    folder = Path(folder)
     config, files = read_config(folder)
-    foreign = sorted(set(vocabulary) - set(config.languages))
+    foreign = sorted(set(by_language) - set(config.languages))
     OptionError.collect([f"the model does not know {code!r}, only {', '.join(config.languages)}" for code in foreign])
-    save_file(vocabulary.pack(), folder / _VOCABULARY)
-    files |= {_VOCABULARY: sha256_of(folder / _VOCABULARY)}
+    save_file(by_language, folder / name)
+    files |= {name: sha256_of(folder / name)}
     _write_json(folder / "config.json", {"format": FORMAT, **dataclasses.asdict(config), "files": files})
 
 
@@ -164,7 +176,9 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
     generation = _parse(PDDOptions, _read_json(folder / "generation_config.json"), folder / "generation_config.json")
     packed = _tensors(folder, "vocabulary", files)
     vocabulary = Vocabulary.unpack(packed) if packed else None
-    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored))
+    words = _tensors(folder, "lexicon", files)
+    lexicon = Lexicon.unpack(words) if words else None
+    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored), lexicon)
 
 
 def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, str]]:

@@ -4,13 +4,14 @@ A canvas is written side by side, and neighbours may be one place apart: then a 
 at all. The adapter's CTC reads the audio from its start to its end and makes no such mistakes, but it spells by ear.
 So edits are made of what the decoder had in mind for a place and its neighbours, and one is made where it gains more
 with both than a threshold. How likely CTC finds an edited text follows from its forward and backward sums over the text
-as it is, and a short walk through the bytes that are new. All of it is for one utterance, on the host.
+as it is, and a short walk through the bytes that are new. Then words that the decoder was not sure of are compared with
+those of a lexicon. All of it is for one utterance, on the host.
 
 Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank), M choices.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whisfusion.ctc import BLANK
+from whisfusion.ctc import BLANK, bytes_to_text
+from whisfusion.lexicon import WORD
 from whisfusion.pdd import Candidate, Thoughts
 from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
 
@@ -45,6 +47,14 @@ _WORST = -5.0
 _APART = 3
 """Tokens between edits that are made at once."""
 _ROUNDS = 2
+_SURE = -1.0
+"""Words that the decoder finds likelier are not looked up."""
+_UNTHOUGHT_WORD = -4.0
+"""Log-probability of a word of the lexicon that sounds like what was heard."""
+_SURPRISE = -6.0
+"""The least log-probability of a word that another may replace."""
+_EARLIER = 2
+"""Frames before a word's first letter that may belong to it."""
 _MARGIN = 20
 """Frames, before and after where the text that is edited was heard, in which what is new may be heard."""
 _EDITS_AT_ONCE = 1024
@@ -61,30 +71,55 @@ class Edit(NamedTuple):
     """What the decoder gains, less what the edit costs."""
 
 
-def repair(chosen: Candidate, candidates: Sequence[Candidate], thoughts: Thoughts, bytes_TV: Tensor) -> tuple[int, ...]:
+def repair(
+    chosen: Candidate,
+    candidates: Sequence[Candidate],
+    thoughts: Thoughts,
+    bytes_TV: Tensor,
+    similar: Callable[[str], Iterable[str]] | None = None,
+) -> tuple[int, ...]:
     """The tokens of the chosen candidate after all edits that are worth it.
 
-    thoughts: of the empty canvas, without its prompt. bytes_TV: CTC logits of the utterance.
+    thoughts: of the empty canvas, without its prompt. bytes_TV: CTC logits of the utterance. similar: words of the
+    language that are spelled like another, of which CTC may have heard one that the decoder did not think of.
     """
-    tokens, places = list(chosen.tokens), list(range(len(chosen.tokens)))
     minds = _Minds(chosen, candidates, thoughts)
+    draft = _Draft(list(chosen.tokens), list(range(len(chosen.tokens))))
     logp_TV = bytes_TV.detach().cpu().double().log_softmax(-1)
-    anew = range(len(tokens) + 1)
-    for _ in range(_ROUNDS if tokens else 0):
-        edits = list(_propose(tokens, places, minds, anew))
-        spelled = spelling_gains(logp_TV, tokens, edits)
-        if spelled is None:
-            break
-        gains = [edit.gain + _SPELLING * gain for edit, gain in zip(edits, spelled.tolist(), strict=True)]
-        made = _apart([(gain, edit) for gain, edit in zip(gains, edits, strict=True) if gain > _LEAST_GAIN])
-        for edit in reversed(made):
-            tokens[edit.first : edit.end] = edit.tokens
-            places[edit.first : edit.end] = edit.places
-        if not made or not tokens:
-            break
-        # Elsewhere nothing has changed, and what was not worth it still is not.
-        anew = _around(made, len(tokens))
-    return tuple(tokens)
+    for propose in (_propose, lambda *known: _reword(*known, similar) if similar else ()):
+        anew: Sequence[int] = range(len(draft.tokens) + 1)
+        for _ in range(_ROUNDS):
+            text = Text.of(logp_TV, draft.tokens)
+            if text is None:
+                break
+            edits = list(propose(draft, anew, minds, text))
+            gains = [edit.gain + _SPELLING * gain for edit, gain in zip(edits, text.gains(edits), strict=True)]
+            made = _apart([(gain, edit) for gain, edit in zip(gains, edits, strict=True) if gain > _LEAST_GAIN])
+            if not made:
+                break
+            # Elsewhere nothing changes, and what was not worth it still is not.
+            anew = draft.make(made)
+    return tuple(draft.tokens)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A text that is being edited."""
+
+    tokens: list[int]
+    places: list[int]
+    """The place of each token on the canvas."""
+
+    def make(self, edits: Sequence[Edit]) -> list[int]:
+        """Make edits that are in the order of the text; returns the tokens that are not far from one now."""
+        near, shift = set[int](), 0
+        for edit in edits:
+            first = edit.first + shift
+            old = slice(first, edit.end + shift)
+            self.tokens[old], self.places[old] = edit.tokens, edit.places
+            shift += len(edit.tokens) - (edit.end - edit.first)
+            near.update(range(first - _APART - 1, first + len(edit.tokens) + _APART + 1))
+        return sorted(near & {*range(len(self.tokens) + 1)})
 
 
 class _Minds:
@@ -134,11 +169,12 @@ def _at(tables: Sequence[Mapping[int, float]], token: int, place: int) -> float:
     return max(best, _UNTHOUGHT)
 
 
-def _propose(tokens: Sequence[int], places: Sequence[int], minds: _Minds, where: Iterable[int]) -> Iterator[Edit]:
+def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: "Text") -> Iterator[Edit]:
     """At each of the tokens `where`: one less, another, one more before it, and one instead of it and the next.
 
     The number of tokens is the place after the last. What costs the decoder too much is left out.
     """
+    tokens, places = draft.tokens, draft.places
     for j in where:
         place = places[j] if j < len(tokens) else places[-1] + 1
         choices = minds.choices(place)
@@ -165,6 +201,34 @@ def _propose(tokens: Sequence[int], places: Sequence[int], minds: _Minds, where:
                 yield Edit(j, j + 2, (other,), (place,), gain)
 
 
+def _reword(
+    draft: _Draft, where: Iterable[int], minds: _Minds, text: "Text", similar: Callable[[str], Iterable[str]]
+) -> Iterator[Edit]:
+    """Instead of each word among the tokens `where` that the decoder was not sure of, one that sounds like it."""
+    tokenizer, near = get_tokenizer(), set(where)
+    spelled = tokenizer.token_bytes()
+    for first, end in _words(draft.tokens):
+        places = draft.places[first:end]
+        own = sum(map(minds, draft.tokens[first:end], places))
+        word = tokenizer.decode(draft.tokens[first:end])
+        begins = spelled[draft.tokens[first]].startswith(b" ")
+        if own > _SURE or not begins or not WORD.fullmatch(word) or near.isdisjoint(range(first, end)):
+            continue
+        heard = "".join(WORD.findall(text.heard(first, end))).lower()
+        others = {other for sound in {heard, word.lower()} if len(sound) > 1 for other in similar(sound)}
+        for other in sorted(others - {word.lower()}):
+            new = tuple(tokenizer.encode(other.capitalize() if word[0].isupper() else other))
+            yield Edit(first, end, new, (places[0],) * len(new), _UNTHOUGHT_WORD - max(own, _SURPRISE))
+
+
+def _words(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where words begin and end: a token with a space before it, or one of no letters, begins another."""
+    spelled = get_tokenizer().token_bytes()
+    pieces = [spelled[token].decode(errors="replace") for token in tokens]
+    starts = [i for i, piece in enumerate(pieces) if not (i and (piece.isalpha() or piece == "'"))]
+    return zip(starts, [*starts[1:], len(tokens)], strict=True)
+
+
 def _apart(edits: Sequence[tuple[float, Edit]]) -> list[Edit]:
     """The best of the edits that do not touch each other's surroundings, in the order of the text."""
     made: list[Edit] = []
@@ -174,49 +238,20 @@ def _apart(edits: Sequence[tuple[float, Edit]]) -> list[Edit]:
     return sorted(made)
 
 
-def _around(made: Sequence[Edit], count: int) -> list[int]:
-    """The tokens, of `count` after the edits, that are not far from one."""
-    near, shift = set[int](), 0
-    for edit in made:
-        first = edit.first + shift
-        shift += len(edit.tokens) - (edit.end - edit.first)
-        near.update(range(first - _APART - 1, first + len(edit.tokens) + _APART + 1))
-    return sorted(near & {*range(count + 1)})
-
-
-def spelling_gains(logp_TV: Tensor, tokens: Sequence[int], edits: Sequence[Edit]) -> np.ndarray | None:
-    """By how much each edit changes CTC's log-likelihood of the text; None where the text has no path.
-
-    What is heard outside the edit's surroundings is taken to stay where it is: exact but for what is negligible.
-    """
-    spelled = get_tokenizer().token_bytes()
-    pieces = [[1 + byte for byte in spelled[token]] for token in tokens]
-    starts = np.cumsum([0, *map(len, pieces)])
-    target = [index for piece in pieces for index in piece]
-    text = _Text.of(logp_TV, target)
-    if text is None:
-        return None
-    gains = np.empty(len(edits))
-    # Of one length after another: none waits for a longer one.
-    new = [[1 + byte for token in edit.tokens for byte in spelled[token]] for edit in edits]
-    order = sorted(range(len(edits)), key=lambda i: len(new[i]))
-    for at in range(0, len(order), _EDITS_AT_ONCE):
-        some = order[at : at + _EDITS_AT_ONCE]
-        spans = np.array([(starts[edits[i].first], starts[edits[i].end]) for i in some]).reshape(-1, 2)
-        gains[some] = text.gains(spans[:, 0], spans[:, 1], [new[i] for i in some])
-    return gains
-
-
 @dataclass(frozen=True)
-class _Text:
-    """A text's forward and backward sums, scaled frame by frame to the likeliest state.
+class Text:
+    """A text, and CTC's forward and backward sums over it, scaled frame by frame to the likeliest state.
 
     Times are one later than frames: time 0 is before the first. After the last frame comes the end, and then a time at
     which nothing can be heard.
     """
 
+    starts: np.ndarray
+    """Where the bytes of each token begin, and where the last ones end."""
     target: np.ndarray
-    """Its bytes, and an end that is unlike any of them."""
+    """Its bytes as classes, and an end that is unlike any of them."""
+    best_T: np.ndarray
+    """The likeliest class of each frame."""
     heard_TV: np.ndarray
     """Probability of each class at a time, by how the scale changes with it."""
     blank_TS: np.ndarray
@@ -229,11 +264,14 @@ class _Text:
     """When each byte, and the end, was most likely heard."""
 
     @classmethod
-    def of(cls, logp_TV: Tensor, target: Sequence[int]) -> "_Text | None":
-        """From CTC's log-probabilities; None where the target has no path through the frames."""
+    def of(cls, logp_TV: Tensor, tokens: Sequence[int]) -> "Text | None":
+        """From CTC's log-probabilities; None where the text is empty or has no path through the frames."""
+        spelled = get_tokenizer().token_bytes()
+        target = [1 + byte for token in tokens for byte in spelled[token]]
         frames, count = len(logp_TV), len(target)
         if not count or not frames:
             return None
+        starts = np.cumsum([0, *(len(spelled[token]) for token in tokens)])
         bytes_S = torch.tensor(target)
         # The second of the two is the text backwards, whose forward sums are the text's backward sums.
         total, sums = torch._ctc_loss(
@@ -262,9 +300,33 @@ class _Text:
         # Both sums count the frame itself.
         likely_TS = there_TS[:, 1::2] + back_TS[:, 1::2] - logp_TV.numpy()[:, target]
         arrivals = np.append(likely_TS.argmax(0) + 1, frames + 1)
-        return cls(np.array([*target, -1]), heard_TV, blank_TS, byte_TS, onward_TS, arrivals)
+        best_T = logp_TV.argmax(1).numpy()
+        return cls(starts, np.array([*target, -1]), best_T, heard_TV, blank_TS, byte_TS, onward_TS, arrivals)
 
-    def gains(self, firsts: np.ndarray, ends: np.ndarray, new: Sequence[Sequence[int]]) -> np.ndarray:
+    def heard(self, first: int, end: int) -> str:
+        """What CTC spells by itself where it hears the tokens `first` to `end`."""
+        start, stop = self.arrivals[self.starts[[first, end]]]
+        frames = self.best_T[max(0, start - 1 - _EARLIER) : stop - 1]
+        runs = frames[np.diff(frames, prepend=-1) != 0]
+        return bytes_to_text(runs[runs != BLANK]).replace("\ufffd", "")
+
+    def gains(self, edits: Sequence[Edit]) -> list[float]:
+        """By how much each edit changes CTC's log-likelihood of the text.
+
+        What is heard outside the edit's surroundings is taken to stay where it is: exact but for what is negligible.
+        """
+        spelled = get_tokenizer().token_bytes()
+        new = [[1 + byte for token in edit.tokens for byte in spelled[token]] for edit in edits]
+        gains = np.empty(len(edits))
+        # Of one length after another: none waits for a longer one.
+        order = sorted(range(len(edits)), key=lambda i: len(new[i]))
+        for at in range(0, len(order), _EDITS_AT_ONCE):
+            some = order[at : at + _EDITS_AT_ONCE]
+            firsts, ends = self.starts[[[edits[i].first for i in some], [edits[i].end for i in some]]]
+            gains[some] = self._walk(firsts, ends, [new[i] for i in some])
+        return gains.tolist()
+
+    def _walk(self, firsts: np.ndarray, ends: np.ndarray, new: Sequence[Sequence[int]]) -> np.ndarray:
         """Log of how much likelier the text is with bytes `firsts` to `ends` replaced by `new`."""
         counts = np.array([len(piece) for piece in new])
         longest = int(counts.max(initial=0))

@@ -3,6 +3,7 @@
 Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
+from whisfusion.lexicon import Lexicon
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
 from whisfusion.pdd import Candidate, PDDOptions, Step, Thoughts, UtteranceStep, parallel_decode
@@ -190,7 +192,8 @@ class DiffusionSystem:
             for row, positions in enumerate(canvas_B)
         ]
         mends = self._repairs(options)
-        return [_heard(*parts, mends=mends) for parts in zip(pools, selections, traces, strict=True)]
+        lexicon = self.model.lexicon
+        return [_heard(*parts, mends=mends, lexicon=lexicon) for parts in zip(pools, selections, traces, strict=True)]
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -396,12 +399,15 @@ def _own(thoughts: Thoughts | None, canvas_B: Sequence[int]) -> list[Thoughts | 
     return [thoughts.of(row, slice(PROMPT_LENGTH, positions)) for row, positions in enumerate(canvas_B)]
 
 
-def _heard(pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...], *, mends: bool) -> Heard:
+def _heard(
+    pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...], *, mends: bool, lexicon: Lexicon | None
+) -> Heard:
     """The chosen candidate, mended if that is asked for, and all of them beside it as they were drawn."""
     chosen: Candidate = pool.candidates[selection.index]
     text, tokens = pool.texts[selection.index], chosen.tokens
     if mends and pool.thoughts is not None and pool.bytes_TV is not None:
-        tokens = repair(chosen, pool.candidates, pool.thoughts, pool.bytes_TV)
+        similar = None if lexicon is None else functools.partial(lexicon.similar, pool.language)
+        tokens = repair(chosen, pool.candidates, pool.thoughts, pool.bytes_TV, similar)
         text = get_tokenizer().decode(tokens)
     pool_risks = selection.risks or risks(pool.texts, pool.language)
     others = len(pool.candidates) - 1

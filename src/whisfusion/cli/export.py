@@ -57,6 +57,8 @@ def run(arguments: Arguments) -> int:
     )
     if model.vocabulary is not None:
         checkpoint.add_vocabulary(folder, model.vocabulary)
+    if model.lexicon is not None:
+        checkpoint.add_lexicon(folder, model.lexicon)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:.1f} MB")
     return 0

@@ -1,4 +1,4 @@
-"""whisfusion vocabulary: limit a model to the tokens that its languages use."""
+"""whisfusion vocabulary: the tokens and words that a model's languages use."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ def add(commands: Commands) -> None:
         run,
         description="Limit a model folder to the tokens that occur in text of each language.\n"
         "Half of Whisper's tokens are of no use to one language: without them a CPU decodes faster, and nothing is "
-        "written in another script. A language without text may write every token.",
+        "written in another script. A language without text may write every token.\n"
+        "The words go into the folder too: repair looks up those that the model was not sure of.",
         usage="whisfusion vocabulary FOLDER [--data MANIFEST...] [--text LANGUAGE=FILE]... [options]",
         epilog=_EXAMPLES,
     )
@@ -45,6 +46,13 @@ def add(commands: Commands) -> None:
         help="times that a token must occur (default 1)",
     )
     parser.add_argument(
+        "--least_words",
+        type=checked(int, lambda count: count >= 1, "at least 1"),
+        default=2,
+        metavar="N",
+        help="times that a word must occur (default 2)",
+    )
+    parser.add_argument(
         "--check",
         nargs="+",
         default=[],
@@ -55,8 +63,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Arguments) -> int:
     """Count, write, and tell how many tokens are left in each language, and how many are missing elsewhere."""
-    from whisfusion.checkpoint import add_vocabulary, read_config
+    from whisfusion.checkpoint import add_lexicon, add_vocabulary, read_config
     from whisfusion.data.manifest import read_manifest
+    from whisfusion.lexicon import Lexicon, word_list
     from whisfusion.normalise import normalise
     from whisfusion.tokenizer import SAMPLEABLE
     from whisfusion.vocabulary import Vocabulary, token_list
@@ -74,8 +83,13 @@ def run(arguments: Arguments) -> int:
     others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
     add_vocabulary(arguments.folder, vocabulary)
+    words = {language: word_list(own, language, least=arguments.least_words) for language, own in texts.items()}
+    lexicon = Lexicon({language: own for language, own in words.items() if own})
+    add_lexicon(arguments.folder, lexicon)
     for language, ids_V in vocabulary.items():
         line = f"{language}  {len(ids_V):,} of {SAMPLEABLE:,} tokens, from {len(texts[language]):,} sentences"
+        if language in lexicon.languages:
+            line += f"; {len(lexicon.words(language)):,} words"
         unseen = [styled(other.text, language) for other in others if other.language == language]
         if unseen:
             line += f"; without {100 * vocabulary.missing(language, unseen):.2f} % of the tokens to check"
