@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import pytest
@@ -6,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whisfusion.ctc import BLANK, CLASSES, byte_targets, log_likelihoods
+from whisfusion.lexicon import Lexicon
 from whisfusion.pdd import Candidate, Thoughts
 from whisfusion.repair import Edit, Text, repair
 from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
@@ -107,3 +109,25 @@ def test_nothing_and_what_ctc_has_no_room_for_stay():
     assert repair(candidate(), [candidate()], thoughts((THE,)), logits_of(" the")) == ()
     chosen = candidate(*TOKENS)
     assert repair(chosen, [chosen], thoughts((DOG,)), torch.zeros(5, CLASSES)) == chosen.tokens
+
+
+def test_words_that_nobody_thought_of_come_from_the_lexicon():
+    said = "the cat will forsake him"
+    assert len(get_tokenizer().encode("forsake")) > 1
+    chosen = candidate(*get_tokenizer().encode("the cat will force him"), logprob=-2.0)
+    thought = thoughts(*((token,) for token in chosen.tokens))
+    heard = logits_of(" the cat will forsake him")
+    lexicon = Lexicon({"en": ["forsake", "forsaken", "force", "cat", "bat"]})
+    tokens = repair(chosen, [chosen], thought, heard, functools.partial(lexicon.similar, "en"))
+    assert get_tokenizer().decode(tokens) == said
+    assert repair(chosen, [chosen], thought, heard, lambda word: ()) == chosen.tokens
+    # A word that the decoder was sure of is not looked up.
+    sure = candidate(*chosen.tokens, logprob=-0.1)
+    assert repair(sure, [sure], thoughts(), heard, functools.partial(lexicon.similar, "en")) == sure.tokens
+
+
+def test_a_word_keeps_its_capital_and_the_marks_after_it():
+    chosen = candidate(*get_tokenizer().encode("Pocket, she said."), logprob=-2.0)
+    thought = thoughts(*((token,) for token in chosen.tokens))
+    tokens = repair(chosen, [chosen], thought, logits_of(" Socket, she said."), lambda word: ("socket",))
+    assert get_tokenizer().decode(tokens) == "Socket, she said."

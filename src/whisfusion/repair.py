@@ -10,6 +10,7 @@ those of a lexicon. All of it is for one utterance, on the host.
 Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank), M choices.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,29 +205,32 @@ def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: "Text") -> I
 def _reword(
     draft: _Draft, where: Iterable[int], minds: _Minds, text: "Text", similar: Callable[[str], Iterable[str]]
 ) -> Iterator[Edit]:
-    """Instead of each word among the tokens `where` that the decoder was not sure of, one that sounds like it."""
+    """Instead of each word, or two, that the decoder was not sure of: one that sounds like it."""
     tokenizer, near = get_tokenizer(), set(where)
-    spelled = tokenizer.token_bytes()
-    for first, end in _words(draft.tokens):
+    words = _words(draft.tokens)
+    pairs = [(first, end) for (first, middle), (start, end) in itertools.pairwise(words) if middle == start]
+    for first, end in words + pairs:
         places = draft.places[first:end]
         own = sum(map(minds, draft.tokens[first:end], places))
-        word = tokenizer.decode(draft.tokens[first:end])
-        begins = spelled[draft.tokens[first]].startswith(b" ")
-        if own > _SURE or not begins or not WORD.fullmatch(word) or near.isdisjoint(range(first, end)):
+        if own > _SURE or near.isdisjoint(range(first, end)):
             continue
-        heard = "".join(WORD.findall(text.heard(first, end))).lower()
-        others = {other for sound in {heard, word.lower()} if len(sound) > 1 for other in similar(sound)}
-        for other in sorted(others - {word.lower()}):
-            new = tuple(tokenizer.encode(other.capitalize() if word[0].isupper() else other))
+        written = tokenizer.decode(draft.tokens[first:end]).replace(" ", "")
+        heard = "".join(WORD.findall(text.heard(first, end)))
+        sounds = {sound for sound in (heard.lower(), written.lower()) if len(sound) > 1}
+        others = {other for sound in sounds for other in similar(sound)}
+        for other in sorted(others - ({written.lower()} if (first, end) in words else set())):
+            new = tuple(tokenizer.encode(other.capitalize() if written[0].isupper() else other))
             yield Edit(first, end, new, (places[0],) * len(new), _UNTHOUGHT_WORD - max(own, _SURPRISE))
 
 
-def _words(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where words begin and end: a token with a space before it, or one of no letters, begins another."""
+def _words(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Where words of letters begin and end; each begins with a token that has a space before it."""
     spelled = get_tokenizer().token_bytes()
     pieces = [spelled[token].decode(errors="replace") for token in tokens]
-    starts = [i for i, piece in enumerate(pieces) if not (i and (piece.isalpha() or piece == "'"))]
-    return zip(starts, [*starts[1:], len(tokens)], strict=True)
+    starts = [i for i, piece in enumerate(pieces) if not (piece.isalpha() or piece == "'")]
+    spans = zip(starts, [*starts[1:], len(tokens)], strict=True)
+    texts = (("".join(pieces[first:end]), first, end) for first, end in spans)
+    return [(first, end) for text, first, end in texts if text[0] == " " and WORD.fullmatch(text[1:])]
 
 
 def _apart(edits: Sequence[tuple[float, Edit]]) -> list[Edit]:
