@@ -217,7 +217,7 @@ def _places(
     end_BZ = torch.where(own_BZ & (state_Z >= last_B1 - 1), 0.0, -torch.inf)
     after_BZ = end_BZ
     for t in reversed(range(frames)):
-        after_BZ = torch.where(t + 1 == input_lengths_B[:, None], end_BZ, after_BZ)
+        after_BZ = torch.where(input_lengths_B[:, None] == t + 1, end_BZ, after_BZ)
         share_BZ = (ways[t] + after_BZ).softmax(1).nan_to_num()
         places_BT2[:, t, 0] = (share_BZ * value_BZ).sum(1).float()
         places_BT2[:, t, 1] = share_BZ.gather(1, last_B1)[:, 0].float()
