@@ -26,6 +26,7 @@ from whisfusion.evaluate.written import Punctuation, Written
 
 DETECTED = "detected.jsonl.xz"
 COMMAND = "runs/scores.sh base SETS WORK benchmarks/results/base"
+"""What makes the bundled model's."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,6 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--note", default="")
+    parser.add_argument("--command", default=COMMAND, help="what to say that made it")
     return parser.parse_args(argv)
 
 
@@ -67,7 +69,12 @@ def set_row(part: Score, folded: Score | None, detected: Detection | None) -> di
         "drawn": part.drawn and error(part.drawn),
         "oracle": None if part.oracle is None else round(100 * part.oracle, 2),
         "utterances": part.selected.utterances,
-        "folded": folded and {"by": f"OpenCC {version('opencc')} t2s", **error(folded.selected)},
+        "folded": folded
+        and {
+            "by": f"OpenCC {version('opencc')} t2s",
+            **error(folded.selected),
+            "drawn": folded.drawn and error(folded.drawn),
+        },
         "written": part.written and written_row(part.written),
         "detected": detected and asdict(detected),
         "bins": [
@@ -132,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     how = keep(args)
     sets = rows(args.out / "hypotheses", args.data)
     note = args.note or how.pop("note", "")
-    result = {"benchmark": "model_scores", "note": note, "sets": sets, **how, "command": COMMAND}
+    result = {"benchmark": "model_scores", "note": note, "sets": sets, **how, "command": args.command}
     (args.out / "scores.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", "utf-8")
     for part in sets:
         print(

@@ -133,13 +133,16 @@ def base_stage1() -> Recipe:
     """The bundled model's first stage: the trial's decoder above an adapter, eleven languages, written text."""
     return replace(
         trial(),
-        decoder=replace(trial().decoder, adapter=4, stride=2),
+        # Hundreds of hours, each heard a few dozen times: too much to learn by heart, so no dropout and less to hide.
+        decoder=replace(trial().decoder, adapter=4, stride=2, spells_every=2, drafts=True, dropout=0.0),
+        spec_augment=replace(trial().spec_augment, bands=1, spans=1),
         text_style="written",
         filters=FilterOptions(),
         # English first: the others have far less speech, most of it synthetic.
         sampler=replace(trial().sampler, language_alpha=0.8, dataset_alpha=0.7),
         masks=((0.0, 0.0, 1.0),),
-        ctc_weight=1.0,
+        ctc_weight=0.5,
+        placing_weight=1.0,
         language_share=0.1,
         steps=10_000,
         learning_rate=4e-4,
