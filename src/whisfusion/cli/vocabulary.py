@@ -48,9 +48,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--least_words",
         type=checked(int, lambda count: count >= 1, "at least 1"),
-        default=2,
+        default=1,
         metavar="N",
-        help="times that a word must occur (default 2)",
+        help="times that a word must occur (default 1)",
     )
     parser.add_argument(
         "--check",
