@@ -87,10 +87,10 @@ def repair(
     minds = _Minds(chosen, candidates, thoughts)
     draft = _Draft(list(chosen.tokens), list(range(len(chosen.tokens))))
     logp_TV = bytes_TV.detach().cpu().double().log_softmax(-1)
+    text = Text.of(logp_TV, draft.tokens)
     for propose in (_propose, lambda *known: _reword(*known, similar) if similar else ()):
         anew: Sequence[int] = range(len(draft.tokens) + 1)
         for _ in range(_ROUNDS):
-            text = Text.of(logp_TV, draft.tokens)
             if text is None:
                 break
             edits = list(propose(draft, anew, minds, text))
@@ -100,6 +100,7 @@ def repair(
                 break
             # Elsewhere nothing changes, and what was not worth it still is not.
             anew = draft.make(made)
+            text = Text.of(logp_TV, draft.tokens)
     return tuple(draft.tokens)
 
 
