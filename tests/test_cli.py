@@ -191,6 +191,7 @@ def test_presets_and_single_options():
     rest = {"seed": 0, "batch_size": 16}
     assert chosen() == rest
     assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0} | rest
+    assert chosen("--no_repair") == {"repair": False} | rest
     assert chosen("--accurate", "-k", "7") == {"candidates": 7, "steps": 5} | rest
     assert chosen("--accurate", "--trajectory", "1,.5") == {"candidates": 15, "trajectory": (1.0, 0.5)} | rest
     assert (
@@ -208,6 +209,8 @@ def test_presets_and_single_options():
 def test_options_of_diffusion_are_refused_for_whisper():
     with pytest.raises(OptionError, match=r"--steps, --fast: .* not with --system whisper"):
         chosen("--system", "whisper", "--fast", "-n", "3")
+    with pytest.raises(OptionError, match="--no_repair: "):
+        chosen("--system", "whisper", "--no_repair")
 
 
 def encode(samples: np.ndarray, **settings: str) -> bytes:

@@ -133,7 +133,13 @@ def test_the_command_takes_manifests_and_text(folder, tmp_path, make_manifest, c
     text.write_text("Guten Morgen allerseits.\nGuten Morgen.\n", encoding="utf-8")
     assert main(["vocabulary", str(folder), "--data", str(manifest), "--text", f"de={text}"]) == 0
     assert "de  2" in capsys.readouterr().out
-    vocabulary = load(folder, dtype=torch.float32).vocabulary
+    model = load(folder, dtype=torch.float32)
+    vocabulary, lexicon = model.vocabulary, model.lexicon
+    assert lexicon is not None
+    assert sorted(lexicon.words("de")) == ["allerseits", "guten", "morgen"]
+    again = tmp_path / "again"
+    assert main(["export", str(folder), "--out", str(again), "--encoder"]) == 0
+    assert load(again, dtype=torch.float32).lexicon.words("en") == lexicon.words("en")
     tokenizer = get_tokenizer()
     assert set(tokenizer.encode("Good morning, everyone.")) <= set(vocabulary["en"].tolist())
     assert set(tokenizer.encode("Guten Morgen allerseits.")) <= set(vocabulary["de"].tolist())

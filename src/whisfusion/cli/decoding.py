@@ -110,7 +110,7 @@ def decoding_arguments(arguments: Arguments) -> dict[str, Any]:
         name: getattr(arguments, name) for name in ("selection", "repair") if getattr(arguments, name) is not None
     }
     if arguments.system == "whisper" and (given or arguments.preset):
-        named = [f"--{name}" for name in (*given, arguments.preset) if name]
+        named = [f"--{'no_repair' if name == 'repair' else name}" for name in (*given, arguments.preset) if name]
         raise OptionError(f"{', '.join(named)}: for diffusion decoding, so not with --system whisper")
     chosen = _PRESETS.get(arguments.preset, {}) | given
     if "trajectory" in given and "steps" not in given:
