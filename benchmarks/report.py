@@ -359,7 +359,7 @@ def model() -> str:
         trajectory=", ".join(f"{ratio:g}" for ratio in decoding["trajectory"]),
         **{name: decoding[name] for name in ("candidates", "steps", "temperature", "remask")},
         **{name: training[name] for name in ("model_step", "ms_per_step", "hours_heard")},
-        device=training["machine"]["device_name"],
+        device=training["trained_on"],
         step_seconds=training["settings"]["sampler"]["seconds"],
         whisper=read("whisper_parity.json")["wer"]["whisfusion"]["percent"],
     )

@@ -2,7 +2,7 @@
 
     python benchmarks/training_run.py RUN HYPOTHESES.jsonl... --data MANIFEST... --out benchmarks/results/NAME
 
-RUN is a run folder (or the config.json, log.csv and dev.csv of one). Writes result.json, the two logs as they are, and
+RUN is a run folder (or the config.json and the CSV files of one). Writes result.json, the logs as they are, and
 their plots; prints a table, then one JSON line. Weights, hypotheses and references are not kept.
 """
 
@@ -28,6 +28,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--note", default="")
+    parser.add_argument("--trained_on", help="the device of the run, where the hypotheses are of another")
     parser.add_argument("--step", type=int, help="the step of the model that was scored, if not the run's last")
     return parser.parse_args(argv)
 
@@ -74,8 +75,9 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
             for part in report.scores
         ],
         "decoding": facts["settings"]["decoding"],
-        "model_sha256": facts["settings"]["model"]["sha256"]["model.safetensors"],
+        "model_sha256": facts["settings"]["model"]["sha256"],
         "machine": facts["machine"],
+        "trained_on": args.trained_on or facts["machine"]["device_name"],
         "versions": facts["versions"],
         "seed": config["recipe"]["seed"],
         "command": f"whisfusion train --recipe {config['recipe_name']} --data TRAIN --dev DEV --out RUN",
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     result = collect(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in ("log.csv", "dev.csv"):
+    for name in ("log.csv", "dev.csv", "dev_sets.csv"):
         shutil.copyfile(args.run / name, args.out / name)
     draw_plots(args.out)
     (args.out / "result.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", "utf-8")
