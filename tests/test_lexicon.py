@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
 from whisfusion.errors import ModelError
 from whisfusion.lexicon import Lexicon, word_list
+from whisfusion.normalise import edit_distance
 
 LEXICON = Lexicon({"en": ["socket", "pocket", "rocket", "forsake", "for", "don't"], "de": ["größer"]})
 
@@ -31,3 +33,20 @@ def test_a_lexicon_survives_packing():
     assert again.words("fr") == []
     with pytest.raises(ModelError, match="lexicon"):
         Lexicon.unpack({"en": torch.zeros(4, dtype=torch.uint8)})
+
+
+def test_the_quick_look_at_letters_misses_no_word():
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdeéфж"), size)) for size in random.integers(2, 9, 400)]
+    lexicon = Lexicon({"en": words})
+    for heard in words[::20]:
+        most = max(1, len(heard) // 3)
+        near = {
+            word
+            for word in words
+            if abs(len(word) - len(heard)) <= 2 and edit_distance(list(heard), list(word)) <= most
+        }
+        found = lexicon.similar("en", heard)
+        assert set(found) <= near
+        assert len(found) == min(6, len(near))
+        assert found[0] == heard

@@ -25,6 +25,9 @@ _LETTERS_WRONG = 3
 """One in so many letters may be wrong."""
 
 
+_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
+
+
 class Lexicon:
     """Words in lower case, by language code."""
 
@@ -35,6 +38,7 @@ class Lexicon:
             for word in sorted(set(own)):
                 lengths.setdefault(len(word), []).append(word)
         # Of each instance its own: a method's cache would keep instances alive.
+        self._around = functools.cache(self._of_length_near)
         self.similar = functools.lru_cache(maxsize=1 << 16)(self._similar)
         """`similar(language, heard)`: the words that are spelled most like what was heard, the most similar first."""
 
@@ -53,16 +57,20 @@ class Lexicon:
             from rapidfuzz.distance import Levenshtein
         except ImportError:  # a machine with a bare Python: repair does without words
             return ()
+        most = max(1, len(heard) // _LETTERS_WRONG)
+        words, letters_N = self._around(language, len(heard))
+        # An edit takes one letter away and brings one at most: the others need no closer look.
+        places = np.flatnonzero(_bits(letters_N ^ _letters(heard)) <= 2 * most).tolist()
+        possible = [words[place] for place in places]
+        found = process.extract(heard, possible, scorer=Levenshtein.distance, limit=_MOST, score_cutoff=most)
+        return tuple(possible[place] for _, _, place in found)
+
+    def _of_length_near(self, language: str, length: int) -> tuple[list[str], np.ndarray]:
+        """The words that may be meant by something of this length, and which letters each has."""
         lengths = self._by_length.get(language, {})
-        around = range(max(2, len(heard) - _LONGER), len(heard) + _LONGER + 1)
-        found = process.extract(
-            heard,
-            [word for length in around for word in lengths.get(length, ())],
-            scorer=Levenshtein.distance,
-            limit=_MOST,
-            score_cutoff=max(1, len(heard) // _LETTERS_WRONG),
-        )
-        return tuple(word for word, _, _ in found)
+        around = range(max(2, length - _LONGER), length + _LONGER + 1)
+        words = [word for near in around for word in lengths.get(near, ())]
+        return words, np.array([_letters(word) for word in words], dtype=np.uint32)
 
     def pack(self) -> dict[str, Tensor]:
         """Sorted words, compressed: some 130 KB for 75,000."""
@@ -76,6 +84,16 @@ class Lexicon:
             return cls({name: _in_full(bz2.decompress(octets.numpy().tobytes())) for name, octets in packed.items()})
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"the model's lexicon is not usable ({error}): pull the model again") from None
+
+
+def _letters(word: str) -> int:
+    """A bit for each letter of a word; letters that are far apart may share one."""
+    return functools.reduce(lambda bits, letter: bits | 1 << ord(letter) % 32, word, 0)
+
+
+def _bits(numbers_N: np.ndarray) -> np.ndarray:
+    """How many bits of each 32-bit number are set."""
+    return _BITS[numbers_N & 0xFFFF] + _BITS[numbers_N >> 16]
 
 
 def _shortened(words: Iterable[str]) -> bytes:
