@@ -14,8 +14,8 @@ from whisfusion.normalise import edit_distance, units
 FOLDER = hub.resolve("base")
 CLIPS = Path(__file__).parent.parent / "examples" / "examples.jsonl"
 MOST_MEGABYTES, MOST_MIB_A_FILE = 90, 48
-ENGLISH_WER = 0.15
-"""Over the English example clips. The aim is 0.1."""
+ENGLISH_WER = 0.10
+"""Over the English example clips."""
 
 
 @pytest.fixture(scope="module")
