@@ -62,7 +62,7 @@ MODEL = """## The bundled model
 
 `base` as it is shipped (int8), on a CPU, decoded with its own settings: K = {candidates}, N = {steps}, trajectory
 {trajectory}, {remask} remasking, temperature {temperature}, MBR, then repair (`src/whisfusion/repair.py`); the language
-is given. "As drawn" is the error of the same candidates before repair, which is the paper's decoding and nothing else.
+is given. "As drawn" is the error of what MBR chose, before repair: parallel diffusion decoding and nothing else.
 Whisper-base's own decoder over the same encoder has {whisper:.2f} % on librispeech-test-clean-a (below). How it was
 trained: [the model card](model_card.md).
 
@@ -71,7 +71,7 @@ trained: [the model card](model_card.md).
 {rows}
 
 A set that is named again has both sides folded to simplified characters first, by the tool named.
-{greedy}
+{greedy}{peer}
 With case and punctuation, on the sets whose references have any: the error rate over words and punctuation marks, each
 mark counted like a word; over words alone, case kept; and how much of the punctuation is there and after the right word
 (F1 by mark for those that the references have {frequent} times or more). Mandarin and Japanese by character. How it is
@@ -98,6 +98,14 @@ One look at the audio (`-k 1 -n 1 --temperature 0`: K = 1, N = 1, greedy), on a 
 
 | set | clips | error | 95 % | as drawn | 95 % |
 |---|---|---|---|---|---|
+{rows}
+"""
+
+PEER = """
+Whisper-base's own greedy decoder (`--system whisper`), over the same encoder in float32, scored in the same way:
+
+| set | clips | error | 95 % |
+|---|---|---|---|
 {rows}
 """
 
@@ -345,6 +353,14 @@ def model() -> str:
         sets = read("base_greedy/scores.json")["sets"]
         lines = [f"| {part['dataset']} | {cells(part)} | {rate(part['drawn'])} |" for part in sets]
         greedy = GREEDY.format(rows="\n".join(lines))
+    peer = ""
+    if (RESULTS / "whisper_base/scores.json").exists():
+        lines = []
+        for part in read("whisper_base/scores.json")["sets"]:
+            lines.append(f"| {part['dataset']} | {cells(part)} |")
+            if folded := part["folded"]:
+                lines.append(f"| {part['dataset']} ({folded['by']}) | {cells(part | folded)} |")
+        peer = PEER.format(rows="\n".join(lines))
     [clean] = [part for part in scores["sets"] if part["dataset"] == "librispeech-test-clean-a"]
     bins = [f"| {group['seconds'][0]:.0f} to {group['seconds'][1]:.0f} | {cells(group)} |" for group in clean["bins"]]
     detected = [detected_row(part) for part in scores["sets"] if part["detected"]]
@@ -352,6 +368,7 @@ def model() -> str:
     return MODEL.format(
         rows="\n".join(rows),
         greedy=greedy,
+        peer=peer,
         frequent=FREQUENT,
         written="\n".join(written_row(part) for part in scores["sets"] if part["written"]),
         detected=DETECTED.format(rows="\n".join(detected)) if detected else "",
