@@ -12,7 +12,6 @@ from whisfusion.ctc import (
     BLANK,
     CLASSES,
     DeviceLoss,
-    DevicePlaces,
     Spelling,
     byte_targets,
     bytes_to_text,
@@ -59,6 +58,10 @@ def reference(logits_BTV: Tensor, targets_BS: Tensor, inputs_B: Tensor, lengths_
 
 def weights(losses_B: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.0, len(losses_B), dtype=losses_B.dtype, device=losses_B.device)
+
+
+def device_loss(*inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    return DeviceLoss.apply(*inputs, None)
 
 
 def kernel_device() -> str:
@@ -187,7 +190,7 @@ def test_kernels_against_pytorch(seed, integers):
     logits_BTV, *rest = make_batch(seed)
     expected_B, expected_BTV = reference(logits_BTV, *rest)
     logits_BTV = logits_BTV.to(device).requires_grad_()
-    losses_B = DeviceLoss.apply(logits_BTV, *(tensor.to(device, integers) for tensor in rest))
+    losses_B, _ = device_loss(logits_BTV, *(tensor.to(device, integers) for tensor in rest))
     (losses_B * weights(losses_B)).sum().backward()
     torch.testing.assert_close(losses_B.cpu().double(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
     assert logits_BTV.grad is not None
@@ -202,7 +205,7 @@ def test_kernels_find_the_places_that_the_plain_code_finds(seed):
     expected_B, expected_BT2 = ctc_loss_and_places(logits_BTV, *rest, values_BS)
     _, expected_BTV = reference(logits_BTV, *rest)
     logits_BTV = logits_BTV.to(device).requires_grad_()
-    losses_B, places_BT2 = DevicePlaces.apply(logits_BTV, *(tensor.to(device) for tensor in (*rest, values_BS)))
+    losses_B, places_BT2 = DeviceLoss.apply(logits_BTV, *(tensor.to(device) for tensor in (*rest, values_BS)))
     (losses_B * weights(losses_B)).sum().backward()
     torch.testing.assert_close(losses_B.cpu(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
     torch.testing.assert_close(places_BT2.cpu(), expected_BT2, rtol=0, atol=GRADIENT_TOLERANCE)
@@ -218,7 +221,7 @@ def test_kernels_with_more_pairs_than_a_warp_has_threads():
     rest = (targets_BS, torch.tensor([90, 80]), torch.tensor([64, 70]))
     expected_B, expected_BTV = reference(logits_BTV, *rest)
     logits_BTV = logits_BTV.to(device).requires_grad_()
-    losses_B = DeviceLoss.apply(logits_BTV, *(tensor.to(device) for tensor in rest))
+    losses_B, _ = device_loss(logits_BTV, *(tensor.to(device) for tensor in rest))
     (losses_B * weights(losses_B)).sum().backward()
     torch.testing.assert_close(losses_B.cpu().double(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
     assert logits_BTV.grad is not None
@@ -233,9 +236,9 @@ def test_kernels_take_half_precision_and_no_gradient():
     rest = [tensor.to(device) for tensor in rest]
     halved_BTV = halved_BTV.to(device)
     torch.testing.assert_close(
-        DeviceLoss.apply(halved_BTV, *rest).cpu().double(), expected_B, rtol=LOSS_TOLERANCE, atol=0
+        device_loss(halved_BTV, *rest)[0].cpu().double(), expected_B, rtol=LOSS_TOLERANCE, atol=0
     )
-    losses_B = DeviceLoss.apply(halved_BTV.requires_grad_(), *rest)
+    losses_B, _ = device_loss(halved_BTV.requires_grad_(), *rest)
     (losses_B * weights(losses_B)).sum().backward()
     assert halved_BTV.grad is not None
     assert halved_BTV.grad.dtype == torch.bfloat16
@@ -247,7 +250,7 @@ def test_kernels_of_targets_that_are_all_empty():
     logits_BTV = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(7))
     expected_B = -logits_BTV.log_softmax(-1)[:, :, BLANK].cumsum(1)[[0, 1], [4, 2]]
     empty = torch.zeros(2, 0, dtype=torch.int64, device=device), torch.tensor([5, 3], device=device)
-    losses_B = DeviceLoss.apply(logits_BTV.to(device), *empty, torch.tensor([0, 0], device=device))
+    losses_B, _ = device_loss(logits_BTV.to(device), *empty, torch.tensor([0, 0], device=device))
     torch.testing.assert_close(losses_B.cpu(), expected_B, rtol=LOSS_TOLERANCE, atol=0)
 
 
@@ -256,7 +259,7 @@ def test_kernels_do_not_hide_nan():
     logits_BTV, *rest = make_batch(8)
     logits_BTV[0, 3], logits_BTV[1, 15] = torch.nan, torch.nan
     logits_BTV = logits_BTV.to(device).requires_grad_()
-    losses_B = DeviceLoss.apply(logits_BTV, *(tensor.to(device) for tensor in rest))
+    losses_B, _ = device_loss(logits_BTV, *(tensor.to(device) for tensor in rest))
     losses_B.sum().backward()
     assert logits_BTV.grad is not None
     # The second one's lies beyond its eleven frames.

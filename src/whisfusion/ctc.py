@@ -83,7 +83,7 @@ def ctc_loss(logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, ta
     a CUDA graph and replayed with other lengths; there, lengths beyond the tensors' own are cut to them.
     """
     if logits_BTV.is_cuda:
-        return DeviceLoss.apply(logits_BTV, targets_BS, input_lengths_B, target_lengths_B)
+        return DeviceLoss.apply(logits_BTV, targets_BS, input_lengths_B, target_lengths_B, None)[0]
     logp_BTV = F.log_softmax(logits_BTV, dim=-1, dtype=torch.float32)
     return F.ctc_loss(
         logp_BTV.transpose(0, 1),
@@ -106,45 +106,17 @@ def ctc_loss_and_places(
     """
     lengths = (input_lengths_B, target_lengths_B)
     if logits_BTV.is_cuda:
-        return DevicePlaces.apply(logits_BTV, targets_BS, *lengths, values_BS)
+        return DeviceLoss.apply(logits_BTV, targets_BS, *lengths, values_BS)
     with torch.no_grad():
         places_BT2 = _places(logits_BTV, targets_BS, *lengths, values_BS)
     return ctc_loss(logits_BTV, targets_BS, *lengths), places_BT2
 
 
 class DeviceLoss(torch.autograd.Function):
-    """`ctc_loss` with lengths that stay on the device, which PyTorch's own cannot do.
+    """`ctc_loss` with lengths that stay on the device, which PyTorch's own cannot do; with values the places too.
 
     The gradient is made together with the loss: what it takes to make is larger than it, and is free again at once.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_BTV: Tensor, targets_BS: Tensor, input_lengths_B: Tensor, target_lengths_B: Tensor
-    ) -> Tensor:
-        # Triton comes with PyTorch for GPUs alone.
-        from whisfusion.ctc_triton import log_likelihood
-
-        likelihood_B, gradient_BTV, _ = log_likelihood(
-            logits_BTV,
-            targets_BS,
-            input_lengths_B,
-            target_lengths_B,
-            blank=BLANK,
-            with_gradient=ctx.needs_input_grad[0],
-        )
-        ctx.save_for_backward(gradient_BTV)
-        return -likelihood_B
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer_B: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient_BTV,) = ctx.saved_tensors
-        return (gradient_BTV * -outer_B[:, None, None]).to(gradient_BTV.dtype), None, None, None
-
-
-class DevicePlaces(torch.autograd.Function):
-    """`ctc_loss_and_places` in one walk there and back."""
 
     @staticmethod
     def forward(
@@ -153,8 +125,9 @@ class DevicePlaces(torch.autograd.Function):
         targets_BS: Tensor,
         input_lengths_B: Tensor,
         target_lengths_B: Tensor,
-        values_BS: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        values_BS: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Triton comes with PyTorch for GPUs alone.
         from whisfusion.ctc_triton import log_likelihood
 
         likelihood_B, gradient_BTV, places_BT2 = log_likelihood(
@@ -163,17 +136,17 @@ class DevicePlaces(torch.autograd.Function):
             input_lengths_B,
             target_lengths_B,
             blank=BLANK,
-            with_gradient=True,
+            with_gradient=ctx.needs_input_grad[0] or values_BS is not None,
             values_BS=values_BS,
         )
-        assert places_BT2 is not None
         ctx.save_for_backward(gradient_BTV)
-        ctx.mark_non_differentiable(places_BT2)
+        if places_BT2 is not None:
+            ctx.mark_non_differentiable(places_BT2)
         return -likelihood_B, places_BT2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer_B: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, outer_B: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         (gradient_BTV,) = ctx.saved_tensors
         return (gradient_BTV * -outer_B[:, None, None]).to(gradient_BTV.dtype), None, None, None, None
 

@@ -219,7 +219,7 @@ def parallel_decode(
     uniforms_BKN2L = batch_uniforms(seeds_B, canvas_B, options, longest).to(device)
     tokens_B1L, writable_B1L = empty_canvas(prompts_BP, torch.tensor(list(canvas_B), device=device), longest)
 
-    kept: list[Thoughts] = []
+    kept: list[Thoughts | None] = []
 
     def write(*canvases: Any) -> tuple[Tensor, Tensor, Tensor]:
         written, thoughts = _write(predictor, columns, *canvases, options.temperature, 0 if kept else choices)
@@ -230,7 +230,7 @@ def parallel_decode(
     return Decoded(
         collect(tokens_BKL, logprobs_BKL, prompts_BP.shape[1], canvas_B),
         steps if trace else [],
-        kept[0] if choices else None,
+        kept[0],
     )
 
 
@@ -300,11 +300,11 @@ def _write(
     uniforms_BKL: Tensor,
     temperature: float,
     choices: int,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Thoughts]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], Thoughts | None]:
     """Write every wanted position; a canvas that stands for several candidates is written once for each.
 
     Returns tokens, their log-probabilities, and what endoftext's would have been; and the `choices` likeliest tokens of
-    the first canvas of each utterance.
+    the first canvas of each utterance, where there are to be any.
     """
     states_BKLD = predictor.states(tokens_BKL, draft)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
@@ -324,13 +324,16 @@ def _write(
         written.append(columns.ids_V[drawn_RC])
         logprobs.append(logits_RV.gather(1, drawn_RC) - total_R1)
         ends.append((logits_RV[:, -1:] - total_R1).expand_as(drawn_RC))
-        likely.append(most_likely(logits_RV, total_R1, choices))
+        if choices:
+            likely.append(most_likely(logits_RV, total_R1, choices))
     canvases = tokens_BKL.repeat_interleave(draws, 1), logprobs_BKL.clone(), ends_BKL.clone()
     for values_BKL, new in zip(canvases, (written, logprobs, ends), strict=True):
         values_BKL.unflatten(1, (-1, draws))[at] = torch.cat(new)
+    if not choices:
+        return canvases, None
     columns_BLM = b_R.new_zeros((*tokens_BKL[:, 0].shape, choices))
     thoughts = Thoughts(columns_BLM, torch.full(columns_BLM.shape, -math.inf, device=b_R.device))
-    for values_BLM, new in zip(thoughts, zip(*likely, strict=True), strict=False):
+    for values_BLM, new in zip(thoughts, zip(*likely, strict=True), strict=True):
         values_BLM[b_R[k_R == 0], l_R[k_R == 0]] = torch.cat(new)[k_R == 0]
     return canvases, Thoughts(columns.ids_V[thoughts.tokens], thoughts.logprobs)
 

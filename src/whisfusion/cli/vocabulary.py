@@ -38,20 +38,14 @@ def add(commands: Commands) -> None:
         metavar="LANGUAGE=FILE",
         help="one sentence a line, .xz too; may be given several times",
     )
-    parser.add_argument(
-        "--least",
-        type=checked(int, lambda count: count >= 1, "at least 1"),
-        default=1,
-        metavar="N",
-        help="times that a token must occur (default 1)",
-    )
-    parser.add_argument(
-        "--least_words",
-        type=checked(int, lambda count: count >= 1, "at least 1"),
-        default=1,
-        metavar="N",
-        help="times that a word must occur (default 1)",
-    )
+    for name, thing in (("--least", "token"), ("--least_words", "word")):
+        parser.add_argument(
+            name,
+            type=checked(int, lambda count: count >= 1, "at least 1"),
+            default=1,
+            metavar="N",
+            help=f"times that a {thing} must occur (default 1)",
+        )
     parser.add_argument(
         "--check",
         nargs="+",
