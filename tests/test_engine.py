@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_ENCODER, hum
+from torch import Tensor
 
+from whisfusion.blocks import Rotation
 from whisfusion.checkpoint import Model, ModelConfig
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder, audio_mask
@@ -264,6 +266,25 @@ def test_weights_are_shared_with_the_modules():
     joined = stack._layers[0].qkv[0]
     assert attention.k.weight.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
     assert torch.equal(joined, torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]))
+
+
+@torch.no_grad()
+def test_norms_in_the_weights_change_nothing():
+    torch.manual_seed(6)
+    decoder = DiffusionDecoder(PAPER)
+    unsettle(decoder)
+    audio_BTD, tokens_GL = 3 * torch.randn(2, 24, PAPER.audio_width), torch.randint(0, 50_000, (4, 20))
+    rotation = Rotation.of(20, PAPER.width // PAPER.heads, PAPER.rope_base, torch.device("cpu"))
+
+    def plain() -> Tensor:
+        return decoder(tokens_GL, decoder.listen(audio_BTD, positions=20))
+
+    expected = plain()
+    stack = FusedStack(decoder.blocks, decoder.norm)
+    assert all((block.self_norm.weight == 1).all() for block in decoder.blocks)
+    memory_BTD, _ = decoder.prepare(audio_BTD, positions=20)
+    found = stack(decoder.inputs(tokens_GL, None), stack.listen(memory_BTD, None), rotation=rotation)
+    torch.testing.assert_close((plain(), found), (expected, expected), rtol=0, atol=STATES_TOLERANCE)
 
 
 def test_engines_are_chosen_by_name(tiny_model):

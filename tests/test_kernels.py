@@ -55,7 +55,8 @@ def test_norms(device, dtype, centred, shifted):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("by", ["rows", "heads"])
-def test_norms_of_heads(device, dtype, rotated, by):
+@pytest.mark.parametrize("later", [True, False])
+def test_norms_of_heads(device, dtype, rotated, by, later):
     from whisfusion import kernels_triton
 
     rows, heads, width, weights = 12, 6, 16, 3
@@ -63,11 +64,16 @@ def test_norms_of_heads(device, dtype, rotated, by):
     weight_WC = noise(weights, width, device=device, dtype=dtype, seed=1)
     per = {"rows": rows // weights} if by == "rows" else {"heads": heads // weights}
     rotation = Rotation.of(4, width, 1e4, torch.device("cpu")) if rotated else None
+    x_RD = noise(rows, 40, device=device, dtype=dtype, seed=2, scale=3.0)
+    # Of heads that have weights of their own, the two behind them are values.
+    own = heads if by == "rows" else heads + 2
+    unnormed = kernels.Unnormed(x_RD.cpu(), 1e-5) if later else None
     expected = whole.clone().cpu()
-    kernels.head_norm_(expected[:, :heads], weight_WC.cpu(), 1e-5, **per, rotation=rotation)
+    kernels.head_norm_(expected[:, :own], weight_WC.cpu(), 1e-5, **per, rotation=rotation, unnormed=unnormed)
     if rotation is not None:
         rotation = Rotation(rotation.cos_LC.to(device), rotation.sin_LC.to(device))
-    kernels_triton.head_norm_(whole[:, :heads], weight_WC, 1e-5, **per, rotation=rotation)
+    unnormed = kernels.Unnormed(x_RD, 1e-5) if later else None
+    kernels_triton.head_norm_(whole[:, :own], weight_WC, 1e-5, **per, rotation=rotation, unnormed=unnormed)
     torch.testing.assert_close(whole.cpu(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
@@ -79,15 +85,37 @@ def test_heads_that_do_not_lie_side_by_side_are_refused(device):
         kernels_triton.head_norm_(x_RHC, x_RHC[0, :1], 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 64), (70, 150), (130, 5)])
+def test_attention(device, dtype, biased, queries, keys):
+    from whisfusion import kernels_triton
+
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter has no products of bf16")
+    sequences, heads, width = 2, 3, 16
+    q_GQHC = noise(sequences, queries, 3, heads, width, device=device, dtype=dtype)[:, :, 1]
+    k_GTHC, v_GTHC = noise(sequences, keys, 2, heads, width, device=device, dtype=dtype, seed=1).unbind(2)
+    bias_GT = None
+    if biased:
+        seen_GT = torch.arange(keys, device=device) < torch.tensor([[keys], [keys // 2]], device=device)
+        bias_GT = torch.zeros(sequences, keys, device=device, dtype=dtype).masked_fill(~seen_GT, -torch.inf)
+    given = [None if x is None else x.cpu().float() for x in (q_GQHC, k_GTHC, v_GTHC, bias_GT)]
+    expected = kernels.attention(*given).to(dtype)
+    found = kernels_triton.attention(q_GQHC, k_GTHC, v_GTHC, bias_GT).flatten(0, 1)
+    torch.testing.assert_close(found.cpu(), expected, rtol=BF16_TOLERANCE, atol=BF16_TOLERANCE)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_gated_units(device, dtype):
+@pytest.mark.parametrize("later", [True, False])
+def test_gated_units(device, dtype, later):
     from whisfusion import kernels_triton
 
     x_R2F = noise(3, 2 * 1100, device=device, dtype=dtype, scale=2.0)
-    expected = kernels.swiglu(x_R2F.cpu())
-    torch.testing.assert_close(
-        kernels_triton.swiglu(x_R2F).cpu(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
-    )
+    x_RD = noise(3, 40, device=device, dtype=dtype, seed=2, scale=3.0)
+    expected = kernels.swiglu(x_R2F.cpu(), kernels.Unnormed(x_RD.cpu(), 1e-5) if later else None)
+    found = kernels_triton.swiglu(x_R2F, kernels.Unnormed(x_RD, 1e-5) if later else None)
+    torch.testing.assert_close(found.cpu(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def misses(logits_RV: Tensor, ids_RK: Tensor, uniforms_RK: Tensor, temperature: float) -> Tensor:

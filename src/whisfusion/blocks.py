@@ -36,10 +36,11 @@ class Rotation:
         angle_LC = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency_C)
         return cls(angle_LC.cos().repeat(1, 2), torch.cat((-angle_LC.sin(), angle_LC.sin()), 1))
 
-    def __call__(self, x_GHLC: Tensor) -> Tensor:
+    def __call__(self, x_GLHC: Tensor) -> Tensor:
         """Rotate queries or keys, pairing channel c with c + C / 2."""
-        turned = x_GHLC.roll(x_GHLC.shape[-1] // 2, dims=-1)
-        return torch.addcmul(x_GHLC * self.cos_LC, turned, self.sin_LC).to(x_GHLC.dtype)
+        turned_GLHC = x_GLHC.roll(x_GLHC.shape[-1] // 2, dims=-1)
+        cos_L1C, sin_L1C = self.cos_LC[:, None], self.sin_LC[:, None]
+        return torch.addcmul(x_GLHC * cos_L1C, turned_GLHC, sin_L1C).to(x_GLHC.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -65,14 +66,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_width, eps=qk_norm_eps) if qk_norm_eps is not None else nn.Identity()
 
     def _split(self, x_GLD: Tensor) -> Tensor:
-        return x_GLD.view(*x_GLD.shape[:2], self.heads, -1).transpose(1, 2)
+        return x_GLD.view(*x_GLD.shape[:2], self.heads, -1)
+
+    def _normed(self, x_GLD: Tensor, norm: nn.Module, rotation: Rotation | None) -> Tensor:
+        """Heads of queries or keys; what is done to each is done where they lie side by side, without a copy."""
+        x_GLHC = norm(self._split(x_GLD))
+        if rotation is not None:
+            x_GLHC = rotation(x_GLHC)
+        return x_GLHC.transpose(1, 2)
 
     def keys_values(self, x_BTD: Tensor, rotation: Rotation | None = None) -> KeysValues:
         """Keys and values of what is attended to."""
-        k_BHTC = self.k_norm(self._split(self.k(x_BTD)))
-        if rotation is not None:
-            k_BHTC = rotation(k_BHTC)
-        return KeysValues(k_BHTC, self._split(self.v(x_BTD)))
+        k_BHTC = self._normed(self.k(x_BTD), self.k_norm, rotation)
+        return KeysValues(k_BHTC, self._split(self.v(x_BTD)).transpose(1, 2))
 
     def forward(
         self,
@@ -84,9 +90,7 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
     ) -> Tensor:
         """Attend from `x_GLD` to `memory`; `mask` is true where a key may be seen and broadcasts to (G, H, L, T)."""
-        q_GHLC = self.q_norm(self._split(self.q(x_GLD)))
-        if rotation is not None:
-            q_GHLC = rotation(q_GHLC)
+        q_GHLC = self._normed(self.q(x_GLD), self.q_norm, rotation)
         y_GHLC = F.scaled_dot_product_attention(q_GHLC, *memory, attn_mask=mask, is_causal=causal)
         return self.out(y_GHLC.transpose(1, 2).flatten(2))
 

@@ -330,7 +330,7 @@ class _States:
         states_GLD = engine._decoder(
             x_GLD,
             self._audio,
-            self_bias=attention_bias(canvas_GL, x_GLD.dtype),
+            self_bias_GL=attention_bias(canvas_GL, x_GLD.dtype),
             rotation=engine.rotation(tokens_BKL.shape[2]),
         )
         return states_GLD.roll(1, dims=1) if decoder.reads_ahead else states_GLD

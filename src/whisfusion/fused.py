@@ -2,7 +2,9 @@
 
 What is different from the modules, and why: queries, keys and values (and both halves of a gated unit) are one product;
 cross-attention keys and values of all layers are one product; a residual is added by the product that makes it; biases
-that would stand in the way of that are added by the next norm. Weights are shared with the modules, not copied.
+that would stand in the way of that are added by the next norm; where something follows a product that can make up for
+the scale of its rows, RMSNorm is not a pass of its own. Weights are shared with the modules, not copied: those of such
+a norm are multiplied into what reads it, there too.
 
 Letters: G sequences, L their length, R = G * L rows, B utterances, T audio positions, N layers, D width, H heads,
 C width of a head.
@@ -52,10 +54,20 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
+class LaterNorm:
+    """RMSNorm whose weight is in the product that reads it, and whose scale is made up for after it."""
+
+    eps: float
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        return x_RD
+
+
+@dataclass(frozen=True)
 class Cross:
     """Cross-attention of one layer: the side of the queries."""
 
-    norm: Norm
+    norm: Norm | LaterNorm
     query: nn.Linear
     query_norm: HeadNorm | None
     out_DD: Tensor
@@ -65,12 +77,12 @@ class Cross:
 class Layer:
     """One block."""
 
-    norm: Norm
+    norm: Norm | LaterNorm
     qkv: tuple[Tensor, Tensor | None]
     qk_norm: HeadNorm | None
     out_DD: Tensor
     cross: Cross | None
-    ffn_norm: Norm
+    ffn_norm: Norm | LaterNorm
     up: tuple[Tensor, Tensor | None]
     gated: bool
     down: Tensor
@@ -82,7 +94,7 @@ class Audio:
 
     keys_NBTD: Tensor
     values_NBTD: Tensor
-    bias_B11T: Tensor | None
+    bias_BT: Tensor | None
     """Added to attention scores: 0 where there is audio, -inf elsewhere; None where there is audio everywhere."""
 
 
@@ -96,18 +108,20 @@ class FusedStack:
         for block in blocks:
             attention = block.self_attn
             self._heads = attention.heads
-            own = Norm.of(block.self_norm, shift)
+            own = _norm(block.self_norm, shift, attention.q, attention.k, attention.v, later=_has_norm(attention))
             shift = _shifted(shift, attention.out, attention.v)
             cross = None
             if hasattr(block, "cross_attn"):
                 far = block.cross_attn
-                cross = Cross(Norm.of(block.cross_norm, shift), far.q, _head_norm(far.q_norm), far.out.weight)
+                cross_norm = _norm(block.cross_norm, shift, far.q, later=_has_norm(far))
+                cross = Cross(cross_norm, far.q, _head_norm(far.q_norm), far.out.weight)
                 shift = _shifted(shift, far.out, far.v)
                 keys.append(far.k)
                 values.append(far.v)
                 key_norms.append(_head_norm(far.k_norm))
             ffn = block.ffn
             up = (ffn.up,) if isinstance(ffn, FeedForward) else (ffn.gate, ffn.up)
+            ffn_norm = _norm(block.ffn_norm, shift, *up, later=len(up) == 2)
             self._layers.append(
                 Layer(
                     norm=own,
@@ -115,7 +129,7 @@ class FusedStack:
                     qk_norm=_head_norm(attention.q_norm, attention.k_norm),
                     out_DD=attention.out.weight,
                     cross=cross,
-                    ffn_norm=Norm.of(block.ffn_norm, shift),
+                    ffn_norm=ffn_norm,
                     up=(_joined(*up), ffn.up.bias),
                     gated=len(up) == 2,
                     down=ffn.down.weight,
@@ -148,7 +162,7 @@ class FusedStack:
         x_GLD: Tensor,
         audio: Audio | None = None,
         *,
-        self_bias: Tensor | None = None,
+        self_bias_GL: Tensor | None = None,
         causal: bool = False,
         rotation: Rotation | None = None,
     ) -> Tensor:
@@ -157,29 +171,36 @@ class FusedStack:
         for i, layer in enumerate(self._layers):
             qkv_RD = F.linear(layer.norm(x_RD), *layer.qkv)
             if layer.qk_norm is not None:
-                qk_RHC = qkv_RD.unflatten(1, (3 * heads, -1))[:, : 2 * heads]
                 weight_WC, eps = layer.qk_norm.weight_WC, layer.qk_norm.eps
-                kernels.head_norm_(qk_RHC, weight_WC, eps, heads=heads, rotation=rotation)
-            q, k, v = qkv_RD.view(-1, length, 3, heads, qkv_RD.shape[1] // (3 * heads)).permute(2, 0, 3, 1, 4)
-            y_GHLC = F.scaled_dot_product_attention(q, k, v, attn_mask=self_bias, is_causal=causal)
-            x_RD.addmm_(_rows(y_GHLC), layer.out_DD.t())
+                qkv_RHC, unnormed = qkv_RD.unflatten(1, (3 * heads, -1)), _unnormed(layer.norm, x_RD)
+                kernels.head_norm_(qkv_RHC, weight_WC, eps, heads=heads, rotation=rotation, unnormed=unnormed)
+            q, k, v = qkv_RD.view(-1, length, 3, heads, qkv_RD.shape[1] // (3 * heads)).unbind(2)
+            x_RD.addmm_(kernels.attention(q, k, v, self_bias_GL, causal=causal), layer.out_DD.t())
             if audio is not None and layer.cross is not None:
                 self._attend(x_RD, layer.cross, audio, i)
-            h_RF = F.linear(layer.ffn_norm(x_RD), *layer.up)
-            x_RD.addmm_(kernels.swiglu(h_RF) if layer.gated else F.gelu(h_RF), layer.down.t())
+            h_RD = layer.ffn_norm(x_RD)
+            if layer.gated:
+                h_RF = kernels.swiglu(F.linear(h_RD, *layer.up), _unnormed(layer.ffn_norm, x_RD))
+            else:
+                h_RF = kernels.gelu_linear(h_RD, *layer.up)
+            x_RD.addmm_(h_RF, layer.down.t())
         return self._norm(x_RD).view_as(x_GLD)
 
     def _attend(self, x_RD: Tensor, cross: Cross, audio: Audio, i: int) -> None:
         """Add what is heard; the candidates of an utterance are one long query, so that its audio is read once."""
         q_RD = F.linear(cross.norm(x_RD), cross.query.weight, cross.query.bias)
         if cross.query_norm is not None:
-            kernels.head_norm_(q_RD.unflatten(1, (self._heads, -1)), cross.query_norm.weight_WC, cross.query_norm.eps)
+            kernels.head_norm_(
+                q_RD.unflatten(1, (self._heads, -1)),
+                cross.query_norm.weight_WC,
+                cross.query_norm.eps,
+                unnormed=_unnormed(cross.norm, x_RD),
+            )
         q, k, v = (
-            x.reshape(len(audio.keys_NBTD[i]), -1, self._heads, x.shape[-1] // self._heads).transpose(1, 2)
+            x.reshape(len(audio.keys_NBTD[i]), -1, self._heads, x.shape[-1] // self._heads)
             for x in (q_RD, audio.keys_NBTD[i], audio.values_NBTD[i])
         )
-        y_BHQC = F.scaled_dot_product_attention(q, k, v, attn_mask=audio.bias_B11T)
-        x_RD.addmm_(_rows(y_BHQC), cross.out_DD.t())
+        x_RD.addmm_(kernels.attention(q, k, v, audio.bias_BT), cross.out_DD.t())
 
 
 class FusedEncoder:
@@ -196,7 +217,7 @@ class FusedEncoder:
         for convolution in self._convolutions:
             x_BTD = F.gelu(convolution(x_BTD))
         x_BTD = x_BTD + self._positions_TD[: x_BTD.shape[1]]
-        x_BTD = self._stack(x_BTD, self_bias=attention_bias(heard_BT, x_BTD.dtype))
+        x_BTD = self._stack(x_BTD, self_bias_GL=attention_bias(heard_BT, x_BTD.dtype))
         return x_BTD if heard_BT is None else x_BTD * heard_BT[..., None]
 
 
@@ -216,20 +237,15 @@ class _Convolution:
 
 
 def attention_bias(seen_BT: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """(B, 1, 1, T): 0 where `seen_BT` is true, -inf elsewhere."""
+    """(B, T): 0 where `seen_BT` is true, -inf elsewhere."""
     if seen_BT is None:
         return None
-    return torch.zeros_like(seen_BT, dtype=dtype).masked_fill(~seen_BT, -torch.inf)[:, None, None]
+    return torch.zeros_like(seen_BT, dtype=dtype).masked_fill(~seen_BT, -torch.inf)
 
 
 def padded_rows(weight_VD: Tensor) -> Tensor:
     """A copy with rows of zeros after the last, for a product without ragged tiles."""
     return F.pad(weight_VD, (0, 0, 0, -len(weight_VD) % _MULTIPLE))
-
-
-def _rows(y_GHLC: Tensor) -> Tensor:
-    """Heads side by side again: (R, D)."""
-    return y_GHLC.transpose(1, 2).reshape(-1, y_GHLC.shape[1] * y_GHLC.shape[3])
 
 
 def _joined(*linears: nn.Linear) -> Tensor:
@@ -240,6 +256,26 @@ def _joined(*linears: nn.Linear) -> Tensor:
     for linear, part in zip(linears, joined.split([len(linear.weight) for linear in linears]), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     return joined
+
+
+def _norm(module: nn.Module, shift_D: Tensor | None, *readers: nn.Linear, later: bool) -> Norm | LaterNorm:
+    """The norm that `readers` read; `later`, where something after them can make up for the scale of rows."""
+    if not later or shift_D is not None or not isinstance(module, nn.RMSNorm):
+        return Norm.of(module, shift_D)
+    with torch.no_grad():
+        for reader in readers:
+            reader.weight.copy_(reader.weight.float() * module.weight.float())
+        module.weight.fill_(1.0)
+    return LaterNorm(module.eps or 0.0)
+
+
+def _unnormed(norm: Norm | LaterNorm, x_RD: Tensor) -> kernels.Unnormed | None:
+    return kernels.Unnormed(x_RD, norm.eps) if isinstance(norm, LaterNorm) else None
+
+
+def _has_norm(attention: Attention) -> bool:
+    """Whether queries and keys are normed, whatever their scale was."""
+    return isinstance(attention.q_norm, nn.RMSNorm)
 
 
 def _query_bias(attention: Attention) -> Tensor | None:

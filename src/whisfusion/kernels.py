@@ -4,7 +4,7 @@ Here they are in plain torch, which is what they mean and what runs where there 
 same functions as Triton kernels. Numbers are read and written in the tensors' own type and computed in float32.
 
 Letters: R rows, D width, H heads, C width of a head, F width inside the feed-forward, L positions, V vocabulary,
-K draws from a row, X lists of allowed tokens.
+K draws from a row, X lists of allowed tokens; in attention G sequences, Q queries and T keys of each.
 """
 
 from functools import cache
@@ -40,6 +40,20 @@ class Lists(NamedTuple):
     """int32: each row's list."""
 
 
+class Unnormed(NamedTuple):
+    """Rows that a product has read without the RMSNorm before it, whose weight is in the product's own.
+
+    A row's scale goes through the product as it is, so that it can be made up for afterwards: a pass less.
+    """
+
+    x_RD: Tensor
+    eps: float
+
+    def scale(self) -> Tensor:
+        """What the norm would have multiplied each row (R, 1) by, in float32."""
+        return torch.rsqrt(self.x_RD.float().square().mean(1, keepdim=True) + self.eps)
+
+
 @cache
 def has_triton() -> bool:
     """Whether the kernels can be compiled here; without them everything on the GPU is plain torch."""
@@ -68,29 +82,60 @@ def head_norm_(
     rows: int | None = None,
     heads: int | None = None,
     rotation: Rotation | None = None,
+    unnormed: Unnormed | None = None,
 ) -> None:
-    """RMSNorm of every head, then rotary positions, in place.
+    """RMSNorm of heads, then rotary positions, in place.
 
-    There is another weight for every `rows` rows or every `heads` heads; None where all have the same. Row r is at
-    position r modulo the rotation's L.
+    There is another weight for every `rows` rows or every `heads` heads; None where all have the same. Heads beyond
+    those that have a weight are values: of them nothing but the row's scale is wanted, where `unnormed` tells of one.
+    Row r is at position r modulo the rotation's L.
     """
     if kernels := _kernels(x_RHC):
-        return kernels.head_norm_(x_RHC, weight_WC, eps, rows=rows, heads=heads, rotation=rotation)
+        return kernels.head_norm_(x_RHC, weight_WC, eps, rows=rows, heads=heads, rotation=rotation, unnormed=unnormed)
+    if unnormed is not None:
+        x_RHC.copy_(x_RHC * unnormed.scale()[..., None])
+    if heads:
+        x_RHC = x_RHC[:, : heads * len(weight_WC)]
     weight_RHC = weight_WC.repeat_interleave(rows, 0)[:, None] if rows else weight_WC.repeat_interleave(heads or 1, 0)
     normed_RHC = (F.rms_norm(x_RHC, x_RHC.shape[2:], None, eps) * weight_RHC).to(x_RHC.dtype)
     if rotation is not None:
         positions = len(rotation.cos_LC)
-        normed_RHC = rotation(normed_RHC.unflatten(0, (-1, positions)).transpose(1, 2)).transpose(1, 2).flatten(0, 1)
+        normed_RHC = rotation(normed_RHC.unflatten(0, (-1, positions))).flatten(0, 1)
     x_RHC.copy_(normed_RHC)
     return None
 
 
-def swiglu(x_R2F: Tensor) -> Tensor:
+def attention(
+    q_GQHC: Tensor, k_GTHC: Tensor, v_GTHC: Tensor, bias_GT: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """Attention; a bias is added to the scores. Returns rows (R, D), those of one sequence after another's."""
+    kernels = None if causal or q_GQHC.dtype == torch.float32 else _kernels(q_GQHC)
+    if kernels:
+        return kernels.attention(q_GQHC, k_GTHC, v_GTHC, bias_GT).flatten(0, 1)
+    q, k, v = (x.transpose(1, 2) for x in (q_GQHC, k_GTHC, v_GTHC))
+    bias_G11T = None if bias_GT is None else bias_GT[:, None, None]
+    y_GHQC = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_G11T, is_causal=causal)
+    return y_GHQC.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:
     """The first half of every row, gated by SiLU, times the second half."""
     if kernels := _kernels(x_R2F):
-        return kernels.swiglu(x_R2F)
+        return kernels.swiglu(x_R2F, unnormed)
+    if unnormed is not None:
+        x_R2F = (x_R2F * unnormed.scale()).to(x_R2F.dtype)
     gate_RF, up_RF = x_R2F.chunk(2, dim=1)
     return F.silu(gate_RF) * up_RF
+
+
+def gelu_linear(x_RD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """GELU of a linear layer.
+
+    In half precision on a GPU it is part of the product, by tanh: nearer to the exact one than these numbers can tell.
+    """
+    if bias_F is not None and x_RD.is_cuda and x_RD.dtype != torch.float32:
+        return torch._addmm_activation(bias_F, x_RD, weight_FD.t(), use_gelu=True)
+    return F.gelu(F.linear(x_RD, weight_FD, bias_F))
 
 
 def draw(

@@ -4,12 +4,13 @@ Letters as there; W weights of heads.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from whisfusion.blocks import Rotation
+from whisfusion.kernels import Unnormed
 
 # Triton is not on every machine, and takes tensors for what its kernels declare as pointers: checkers see Any.
 triton: Any = import_module("triton")
@@ -20,8 +21,9 @@ _LEAST = tl.constexpr(2.0**-25)
 _NEGLIGIBLE = tl.constexpr(2.0**-43)
 """Mass next to the likeliest token's, of which a whole vocabulary is still less than the least uniform."""
 _LOGITS_AT_ONCE = 4096
-_HEADS_AT_ONCE = 32
-_COLUMNS_AT_ONCE = 1024
+_COLUMNS_AT_ONCE = 4096
+_LOG2_E = 1.4426950408889634
+_MANY_NUMBERS = 4096
 
 
 def norm(x_RD: Tensor, weight_D: Tensor, bias_D: Tensor | None, shift_D: Tensor | None, eps: float) -> Tensor:
@@ -81,86 +83,268 @@ def head_norm_(
     rows: int | None = None,
     heads: int | None = None,
     rotation: Rotation | None = None,
+    unnormed: Unnormed | None = None,
 ) -> None:
     """See `kernels.head_norm_`. The width of a head is a power of two, and heads lie side by side."""
     count_rows, count_heads, width = x_RHC.shape
     if x_RHC.stride(1) != width or x_RHC.stride(2) != 1 or width & (width - 1):
         raise ValueError(f"heads of shape {tuple(x_RHC.shape)} and strides {x_RHC.stride()} are not side by side")
-    total = count_rows * count_heads
     angles = (weight_WC, weight_WC) if rotation is None else (rotation.cos_LC, rotation.sin_LC)
-    _head_norm[(triton.cdiv(total, _HEADS_AT_ONCE),)](
+    heads = count_heads if heads is None else heads
+    block = triton.next_power_of_2(count_heads)
+    _head_norm[(count_rows,)](
         x_RHC,
         weight_WC,
         *angles,
-        total,
+        x_RHC if unnormed is None else unnormed.x_RD,
         x_RHC.stride(0),
         count_rows if rows is None else rows,
         1 if rotation is None else len(rotation.cos_LC),
         eps,
+        0.0 if unnormed is None else unnormed.eps,
         HEADS=count_heads,
-        HEADS_PER_WEIGHT=count_heads if heads is None else heads,
+        NORMED=count_heads if rows else heads * len(weight_WC),
+        HEADS_PER_WEIGHT=heads,
         ROTATED=rotation is not None,
+        UNNORMED=0 if unnormed is None else unnormed.x_RD.shape[1],
         HALF=width // 2,
-        BLOCK=_HEADS_AT_ONCE,
-        num_warps=4,
+        BLOCK=block,
+        ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
+        num_warps=8 if block * width >= _MANY_NUMBERS else 4,
     )
 
 
-@triton.jit(do_not_specialize=["total", "rows", "positions"])
+@triton.jit
+def _row_scale(x: tl.tensor, row: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """What RMSNorm multiplies a row by, but for its weight."""
+    d = tl.arange(0, BLOCK)
+    value = tl.load(x + row * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
+
+
+@triton.jit(do_not_specialize=["rows", "positions"])
 def _head_norm(
     x: tl.tensor,
     weight: tl.tensor,
     cosine: tl.tensor,
     sine: tl.tensor,
-    total: tl.tensor,
+    residual: tl.tensor,
     stride: tl.tensor,
     rows: tl.tensor,
     positions: tl.tensor,
     eps: tl.constexpr,
+    residual_eps: tl.constexpr,
     HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
     HEADS_PER_WEIGHT: tl.constexpr,
     ROTATED: tl.constexpr,
+    UNNORMED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
 ) -> None:
-    """BLOCK heads; the two halves of a head, whose channels turn together, are read apart."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, head = n // HEADS, n % HEADS
+    """All heads of one row; the two halves of a head, whose channels turn together, are read apart."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, HALF)[None, :]
-    within = (n < total)[:, None]
-    place = x + row.to(tl.int64)[:, None] * stride + (head * 2 * HALF)[:, None] + c
+    within = (head < HEADS) & (c < HALF)
+    place = x + row * stride + head * 2 * HALF + c
     first = tl.load(place, mask=within, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=within, other=0.0).to(tl.float32)
-    square = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
-    scale = tl.rsqrt(square + eps)[:, None]
-    own = weight + ((row // rows + head // HEADS_PER_WEIGHT) * 2 * HALF)[:, None] + c
-    first *= scale * tl.load(own, mask=within, other=0.0).to(tl.float32)
-    second *= scale * tl.load(own + HALF, mask=within, other=0.0).to(tl.float32)
+    if UNNORMED:
+        scale = _row_scale(residual, row, residual_eps, UNNORMED, ROW)
+        first *= scale
+        second *= scale
+    normed = head < NORMED
+    square = tl.sum(first * first + second * second, axis=1)[:, None] / (2 * HALF)
+    scale = tl.where(normed, tl.rsqrt(square + eps), 1.0)
+    own = weight + (row // rows + head // HEADS_PER_WEIGHT) * 2 * HALF + c
+    weighted = within & normed
+    first *= scale * tl.load(own, mask=weighted, other=1.0).to(tl.float32)
+    second *= scale * tl.load(own + HALF, mask=weighted, other=1.0).to(tl.float32)
     if ROTATED:
-        angle = ((row % positions) * 2 * HALF)[:, None] + c
-        cos = tl.load(cosine + angle, mask=within, other=0.0)
-        sin = tl.load(sine + angle + HALF, mask=within, other=0.0)  # of the second half, where it is not negative
+        angle = (row % positions) * 2 * HALF + c
+        cos = tl.where(normed, tl.load(cosine + angle), 1.0)
+        sin = tl.where(normed, tl.load(sine + angle + HALF), 0.0)  # of the second half, where it is not negative
         first, second = first * cos - second * sin, second * cos + first * sin
+    if not UNNORMED:
+        within = weighted
     tl.store(place, first.to(x.dtype.element_ty), mask=within)
     tl.store(place + HALF, second.to(x.dtype.element_ty), mask=within)
 
 
-def swiglu(x_R2F: Tensor) -> Tensor:
+def attention(q_GQHC: Tensor, k_GTHC: Tensor, v_GTHC: Tensor, bias_GT: Tensor | None) -> Tensor:
+    """See `kernels.attention`; returns (G, Q, D). The width of a head is a power of two, and heads lie side by side."""
+    sequences, queries, heads, width = q_GQHC.shape
+    for x in (q_GQHC, k_GTHC, v_GTHC):
+        if x.stride(2) != width or x.stride(3) != 1 or width & (width - 1):
+            raise ValueError(f"heads of shape {tuple(x.shape)} and strides {x.stride()} are not side by side")
+    out_GQD = q_GQHC.new_empty(sequences, queries, heads * width)
+    tiles = _tiles(sequences * heads, queries)
+    _attention[(triton.cdiv(queries, tiles.rows), sequences * heads)](
+        q_GQHC,
+        k_GTHC,
+        v_GTHC,
+        q_GQHC if bias_GT is None else bias_GT,
+        out_GQD,
+        queries,
+        k_GTHC.shape[1],
+        *(x.stride(i) for x in (q_GQHC, k_GTHC, v_GTHC) for i in (0, 1)),
+        0 if bias_GT is None else bias_GT.stride(0),
+        _LOG2_E / width**0.5,
+        HEADS=heads,
+        WIDTH=width,
+        BIASED=bias_GT is not None,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out_GQD
+
+
+class Tiles(NamedTuple):
+    """How attention is cut up: queries and keys of a tile, and what works on it."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def _tiles(heads: int, queries: int) -> Tiles:
+    """Small tiles where large ones would leave processors without work. Chosen on an H200."""
+    return Tiles(128, 64, 4, 3) if heads * queries > 1 << 19 else Tiles(64, 64, 4, 3)
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    bias: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    start: tl.tensor,
+    keys: tl.tensor,
+    k_row: tl.tensor,
+    v_row: tl.tensor,
+    scale: tl.tensor,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Some keys and values more: the largest score of each query so far, its mass, and what it has heard."""
+    n = start + tl.arange(0, COLUMNS)
+    c = tl.arange(0, WIDTH)
+    if RAGGED:
+        keys_CN = tl.load(k + n[None, :] * k_row + c[:, None], mask=(n < keys)[None, :], other=0.0)
+        values_NC = tl.load(v + n[:, None] * v_row + c[None, :], mask=(n < keys)[:, None], other=0.0)
+    else:
+        keys_CN = tl.load(k + n[None, :] * k_row + c[:, None])
+        values_NC = tl.load(v + n[:, None] * v_row + c[None, :])
+    scores = tl.dot(q, keys_CN) * scale
+    if BIASED:
+        scores += tl.load(bias + n, mask=n < keys, other=float("-inf")).to(tl.float32)[None, :]
+    elif RAGGED:
+        scores = tl.where((n < keys)[None, :], scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    mass = tl.exp2(scores - higher[:, None])
+    fading = tl.exp2(best - higher)
+    mixed = mixed * fading[:, None] + tl.dot(mass.to(values_NC.dtype), values_NC)
+    return higher, total * fading + tl.sum(mass, 1), mixed
+
+
+@triton.jit
+def _attention(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    q_sequence: tl.tensor,
+    q_row: tl.tensor,
+    k_sequence: tl.tensor,
+    k_row: tl.tensor,
+    v_sequence: tl.tensor,
+    v_row: tl.tensor,
+    bias_sequence: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """ROWS queries of one head. Scores are in powers of two."""
+    sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, WIDTH)
+    within = (m < queries)[:, None]
+    q_MC = tl.load(q + sequence * q_sequence + head * WIDTH + m[:, None] * q_row + c[None, :], mask=within, other=0.0)
+    k += sequence * k_sequence + head * WIDTH
+    v += sequence * v_sequence + head * WIDTH
+    bias += sequence * bias_sequence
+    # Not infinite, so that keys before the first that may be seen are simply forgotten.
+    best = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    whole = keys // COLUMNS * COLUMNS
+    for start in range(0, whole, COLUMNS):
+        best, total, mixed = _attend(
+            q_MC, k, v, bias, best, total, mixed, start, keys, k_row, v_row, scale, WIDTH, BIASED, False, COLUMNS
+        )
+    if whole < keys:
+        best, total, mixed = _attend(
+            q_MC, k, v, bias, best, total, mixed, whole, keys, k_row, v_row, scale, WIDTH, BIASED, True, COLUMNS
+        )
+    place = out + (sequence * queries + m[:, None]) * HEADS * WIDTH + head * WIDTH + c[None, :]
+    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=within)
+
+
+def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:
     """See `kernels.swiglu`."""
     rows, both = x_R2F.shape
     out_RF = x_R2F.new_empty(rows, both // 2)
     grid = (rows, triton.cdiv(both // 2, _COLUMNS_AT_ONCE))
-    _swiglu[grid](x_R2F, out_RF, both // 2, BLOCK=_COLUMNS_AT_ONCE, num_warps=4)
+    _swiglu[grid](
+        x_R2F,
+        x_R2F if unnormed is None else unnormed.x_RD,
+        out_RF,
+        both // 2,
+        0.0 if unnormed is None else unnormed.eps,
+        UNNORMED=0 if unnormed is None else unnormed.x_RD.shape[1],
+        BLOCK=_COLUMNS_AT_ONCE,
+        ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
+        num_warps=8,
+    )
     return out_RF
 
 
 @triton.jit
-def _swiglu(x: tl.tensor, out: tl.tensor, hidden: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _swiglu(
+    x: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    hidden: tl.constexpr,
+    eps: tl.constexpr,
+    UNNORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = f < hidden
     gate = tl.load(x + row * 2 * hidden + f, mask=within, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * hidden + hidden + f, mask=within, other=0.0).to(tl.float32)
+    if UNNORMED:
+        scale = _row_scale(residual, row, eps, UNNORMED, ROW)
+        gate *= scale
+        up *= scale
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * hidden + f, value.to(out.dtype.element_ty), mask=within)
 
