@@ -11,7 +11,7 @@ import pytest
 from whisfusion.cli import main
 from whisfusion.data.check import check_data
 from whisfusion.data.corpus import CODINGS, encode
-from whisfusion.data.engines import ENGINES, find_voices, resample, speak
+from whisfusion.data.engines import ENGINES, Voice, find_voices, resample, speak
 from whisfusion.data.manifest import load_samples, read_manifest
 from whisfusion.data.sentences import choose_sentences, read_sentences
 from whisfusion.data.synthesise import HELD_OUT_FOLDER, SynthesisOptions, synthesise
@@ -45,7 +45,7 @@ def programs(tmp_path, monkeypatch):
     """Programs that write a buzz as long as the text, and nothing else on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, rate in (("pico2wave", 16_000), ("espeak-ng", 22_050), ("open_jtalk", 48_000)):
+    for name, rate in (("pico2wave", 16_000), ("espeak-ng", 22_050), ("open_jtalk", 48_000), ("RHVoice-test", 24_000)):
         (folder / name).write_text(FAKE.format(python=sys.executable, rate=rate))
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
@@ -130,12 +130,14 @@ def test_what_fails_is_left_out_and_counted(programs, tmp_path):
 
 def test_a_missing_program_is_named_with_its_package(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    for engine, package in (("pico", "libttspico-utils"), ("espeak", "espeak-ng")):
+    packages = {"pico": "libttspico-utils", "espeak": "espeak-ng", "jtalk": "open-jtalk", "rhvoice": "rhvoice"}
+    for engine, package in packages.items():
+        language = ENGINES[engine].languages[0]
         with pytest.raises(OptionError, match=f"not on PATH: install the package {package}"):
-            synthesise(SENTENCES, tmp_path, options(engine=engine))
+            synthesise(SENTENCES, tmp_path, options(engine=engine, language=language))
     with pytest.raises(LanguageError, match="espeak-ng does not speak 'ja'; jtalk can"):
         find_voices(ENGINES["espeak"], "ja")
-    with pytest.raises(LanguageError, match="pico2wave does not speak 'pl'; espeak can"):
+    with pytest.raises(LanguageError, match="pico2wave does not speak 'pl'; espeak and rhvoice can"):
         find_voices(ENGINES["pico"], "pl")
 
 
@@ -150,6 +152,33 @@ def test_japanese_takes_its_text_from_standard_input_and_its_voices_from_a_folde
     for utterance in report.utterances:
         assert utterance.speaker.startswith("jtalk-mei-p")
         assert 0.8 < utterance.duration / (0.08 * len(utterance.text)) < 1.25
+
+
+def test_rhvoice_speaks_with_the_voices_that_are_there_and_free(programs, tmp_path, monkeypatch):
+    monkeypatch.setenv("RHVOICE_VOICES", str(tmp_path / "voices"))
+    made = options(language="pl", engine="rhvoice", sentences=20, held_out_voices=2, held_out_sentences=4)
+    with pytest.raises(OptionError, match="RHVoice-test has no voice: install the package rhvoice"):
+        synthesise(["Dzisiaj jest ładna pogoda."], tmp_path, made)
+    for name in ("cezary", "magda", "natan", "Leticia-F123"):
+        (tmp_path / "voices" / name).mkdir(parents=True)
+    voices = ENGINES["rhvoice"].voices("pl")
+    assert {voice.accent for voice in voices} == {"magda", "natan"}
+    assert len({voice.name for voice in voices}) == len(voices) == 18
+    assert {voice.accent for voice in ENGINES["rhvoice"].voices("pt")} == {"leticia-f123"}
+    assert ENGINES["rhvoice"].voices("es") == []
+    words = ["raz", "dwa", "trzy", "cztery", "pięć"]
+    report = synthesise([f"To jest {a} albo {b} dla nas." for a in words for b in words], tmp_path, made)
+    assert (len(report.utterances), len(report.held_out)) == (20, 4)
+    assert not {u.speaker for u in report.utterances} & {u.speaker for u in report.held_out}
+    for utterance in report.utterances:
+        assert utterance.speaker.startswith(("rhvoice-magda-p", "rhvoice-natan-p"))
+
+
+def test_rhvoice_is_told_rate_and_pitch_in_percent(tmp_path):
+    voice = Voice("small", "natan", pitch=1.12, size=1.07)
+    command = ENGINES["rhvoice"].command("Tak.", voice, 0.8, tmp_path / "spoken.wav")
+    told = ["-q", "max", "-p", "natan", "-r", "80", "-t", "112", "-o", str(tmp_path / "spoken.wav")]
+    assert command == ["RHVoice-test", *told]
 
 
 def test_bad_options():
@@ -247,3 +276,13 @@ def test_every_voice_of_espeak_speaks():
             assert np.abs(samples).max() > 0.05, voice
     with pytest.raises(AudioError):
         speak(engine, "Hello.", type(voice)("none", "xx-none"), 1.0)
+
+
+@pytest.mark.skipif(not ENGINES["rhvoice"].voices("pl"), reason="RHVoice has no Polish voice")
+@pytest.mark.skipif(shutil.which("RHVoice-test") is None, reason="RHVoice is not installed")
+def test_rhvoice_keeps_the_tempo_whatever_the_size_and_the_pitch():
+    engine = ENGINES["rhvoice"]
+    seconds = [len(speak(engine, "Dzisiaj jest ładna pogoda.", v, 1.0)) / 16_000 for v in engine.voices("pl")[:9]]
+    assert max(seconds) < 1.1 * min(seconds)
+    slow, fast = (len(speak(engine, "Dzisiaj jest ładna pogoda.", engine.voices("pl")[0], t)) for t in (0.8, 1.25))
+    assert 1.3 < slow / fast < 1.8

@@ -171,17 +171,17 @@ def _add_synthesise(commands: Commands) -> None:
         "synthesise",
         "have sentences spoken by a program",
         run_synthesise,
-        description="Have sentences spoken by SVOX Pico (pico2wave), Open JTalk (open_jtalk) or eSpeak NG\n"
-        "(espeak-ng), with many voices, and write tar shards and a manifest into a folder.",
+        description="Have sentences spoken by SVOX Pico (pico2wave), RHVoice (RHVoice-test), Open JTalk (open_jtalk)\n"
+        "or eSpeak NG (espeak-ng), with many voices, and write tar shards and a manifest into a folder.",
     )
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="sentences, one a line: text files, .xz too")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the shards and the manifest")
     parser.add_argument("--language", required=True, metavar="L", help="that the sentences are in")
     parser.add_argument(
         "--engine",
-        choices=("pico", "espeak", "jtalk"),
+        choices=("pico", "espeak", "jtalk", "rhvoice"),
         required=True,
-        help="pico: en de es fr it; jtalk: ja; espeak: all but ja, and robotic",
+        help="pico: en de es fr it; rhvoice: pl pt es; jtalk: ja; espeak: all but ja, and robotic",
     )
     parser.add_argument("--hours", type=float, metavar="H", help="speech to make")
     parser.add_argument("--sentences", type=int, metavar="N", help="clips to make, instead of --hours")

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -17,7 +17,7 @@ import numpy as np
 from whisfusion.audio import SAMPLE_RATE
 from whisfusion.errors import AudioError, LanguageError, OptionError
 
-EngineName = Literal["pico", "espeak", "jtalk"]
+EngineName = Literal["pico", "espeak", "jtalk", "rhvoice"]
 # Of a program that has one voice, pitch and size make several.
 _PITCHES = (0.8, 0.9, 1.0, 1.12)
 _SIZES = (0.86, 0.93, 1.0, 1.07, 1.14)
@@ -143,14 +143,49 @@ class OpenJtalk:
         return [self.program, "-x", dictionary, *spoken]
 
 
-ENGINES: dict[EngineName, Engine] = {"pico": Pico(), "espeak": Espeak(), "jtalk": OpenJtalk()}
+class RHVoice:
+    """RHVoice: voices of people, each turned into a few. Left out is cezary (Polish), not for commercial use."""
+
+    program = "RHVoice-test"
+    package = "rhvoice, and with it a voice such as rhvoice-polish or rhvoice-brazilian-portuguese"
+    people: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pl": ("alicja", "magda", "michal", "natan"),
+        "pt": ("leticia-f123",),
+        "es": ("mateo",),
+    }
+    languages = tuple(people)
+
+    def voices(self, language: str) -> list[Voice]:
+        # Asked for a voice that is not there, the program takes another, of any language.
+        folder = Path(os.environ.get("RHVOICE_VOICES", "/usr/share/RHVoice/voices"))
+        there = {found.name.lower() for found in folder.iterdir()} if folder.is_dir() else set()
+        return [
+            voice
+            for person in self.people.get(language, ())
+            if person in there
+            for voice in _guises(f"rhvoice-{person}", person, _PITCHES[1:], _SIZES[1:-1])
+        ]
+
+    def command(self, text: str, voice: Voice, tempo: float, wav: Path) -> list[str]:
+        rate, pitch = f"{100 * tempo:.0f}", f"{100 * voice.pitch:.0f}"
+        return [self.program, "-q", "max", "-p", voice.accent, "-r", rate, "-t", pitch, "-o", str(wav)]
 
 
-def _guises(name: str, accent: str) -> list[Voice]:
+ENGINES: dict[EngineName, Engine] = {
+    "pico": Pico(),
+    "espeak": Espeak(),
+    "jtalk": OpenJtalk(),
+    "rhvoice": RHVoice(),
+}
+
+
+def _guises(
+    name: str, accent: str, pitches: Sequence[float] = _PITCHES, sizes: Sequence[float] = _SIZES
+) -> list[Voice]:
     """The people that one voice becomes."""
     return [
         Voice(f"{name}-p{100 * pitch:.0f}-s{100 * size:.0f}", accent, pitch, size)
-        for pitch, size in product(_PITCHES, _SIZES)
+        for pitch, size in product(pitches, sizes)
     ]
 
 
