@@ -192,6 +192,7 @@ def test_presets_and_single_options():
     assert chosen() == rest
     assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0} | rest
     assert chosen("--no_repair") == {"repair": False} | rest
+    assert chosen("--looks", "2") == {"looks": 2} | rest
     assert chosen("--accurate", "-k", "7") == {"candidates": 7, "steps": 5} | rest
     assert chosen("--accurate", "--trajectory", "1,.5") == {"candidates": 15, "trajectory": (1.0, 0.5)} | rest
     assert (

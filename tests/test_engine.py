@@ -4,6 +4,7 @@ In float64, so that what differs is not rounding: a draw near the border of two 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from whisfusion.loading import load
 from whisfusion.pdd import PDDOptions
 from whisfusion.selection import WhisperRerank
 from whisfusion.systems import DiffusionSystem
-from whisfusion.transcriber import DecodingOptions, Transcriber, Window
+from whisfusion.tokenizer import get_tokenizer
+from whisfusion.transcriber import DecodingOptions, Stopwatch, Transcriber, Window
 from whisfusion.vocabulary import Vocabulary
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
@@ -96,8 +98,15 @@ def pair(request: pytest.FixtureRequest) -> tuple[Transcriber, Transcriber]:
     return both(model)
 
 
+class Batched(DiffusionSystem):
+    """The plain path as on a GPU: a batch is decoded at once."""
+
+    def _parts(self, batch: Sequence[Window]) -> list[Sequence[Window]]:
+        return [batch]
+
+
 def both(model: Model) -> tuple[Transcriber, Transcriber]:
-    return Transcriber(DiffusionSystem(model)), Transcriber(DiffusionSystem(model, GraphEngine(model, capture=False)))
+    return Transcriber(Batched(model)), Transcriber(DiffusionSystem(model, GraphEngine(model, capture=False)))
 
 
 def assert_same(pair: tuple[Transcriber, Transcriber], clips: list[np.ndarray], **options) -> None:
@@ -120,6 +129,11 @@ def assert_same(pair: tuple[Transcriber, Transcriber], clips: list[np.ndarray], 
 
 
 CLIPS = [hum(1.0), hum(3.4, 1), hum(0.3, 2)]
+
+
+def test_windows_one_by_one_and_in_a_batch_give_the_same():
+    model = make_model(MODELS["ours, adapter"])
+    assert_same((Transcriber(DiffusionSystem(model)), Transcriber(Batched(model))), CLIPS, temperature=0.5)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +193,10 @@ def test_reranking_on_the_way_gives_whispers_likelihoods(name, vocab_size):
 
 
 @pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
-def test_what_is_mended_is_mended_alike(name):
+@pytest.mark.parametrize("looks", [0, 2])
+def test_what_is_mended_is_mended_alike(name, looks):
     pair = both(make_model(MODELS[name]))
-    assert_same(pair, CLIPS, repair=True, temperature=0.5)
+    assert_same(pair, CLIPS, repair=True, looks=looks, temperature=0.5)
 
 
 def test_random_weights_leave_something_to_mend():
@@ -189,6 +204,38 @@ def test_random_weights_leave_something_to_mend():
     options = {"temperature": 0.5, "language": "en"}
     mended, drawn = ([t.text for t in plain.transcribe(CLIPS, **options, repair=repair)] for repair in (True, False))
     assert mended != drawn
+
+
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+@torch.no_grad()
+def test_a_look_sees_the_same(name):
+    model = make_model(MODELS[name], Vocabulary({"en": list(range(100, 400)), "de": list(range(200, 900))}))
+    plain, fast = (transcriber.system for transcriber in both(model))
+    batch = [
+        Window(clip, i, language) for i, (clip, language) in enumerate(zip(CLIPS, ("en", "de", "en"), strict=False))
+    ]
+    texts = [(200, 300, 250), (), (399, 899, 150, 210, 220)][: len(batch)]
+    audio_BTD, heard_BT = plain._encode(batch, Stopwatch({}))
+    predictor, _ = plain._listen(batch, audio_BTD, heard_BT)
+    spoken = [window.language or "" for window in batch]
+    columns, head = plain._vocabulary(spoken)
+    prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken])
+    expected = plain._look(dataclasses.replace(predictor, head=head), columns, prompts_BP, texts)
+    options = DecodingOptions(PDDOptions(), repair=True, looks=1)
+    found = fast._engine.start(batch, options)({}).look(texts)
+    for one, other, text in zip(expected, found, texts, strict=True):
+        assert one.candidate.tokens == other.candidate.tokens == text
+        assert len(one.thoughts.tokens) == len(one.candidate.logprobs) == len(text) + 1
+        assert other.candidate.logprobs == pytest.approx(one.candidate.logprobs, abs=LOGPROB_TOLERANCE)
+        assert torch.equal(one.thoughts.tokens, other.thoughts.tokens.long())
+        torch.testing.assert_close(other.thoughts.logprobs, one.thoughts.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_looks_need_repair():
+    plain, _ = both(make_model(MODELS["ours, adapter"]))
+    for options in ({"looks": -1}, {"looks": 1, "repair": False}):
+        with pytest.raises(OptionError, match="looks must be"):
+            plain.transcribe(CLIPS[0], language="en", **options)
 
 
 @pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])

@@ -85,27 +85,6 @@ def test_heads_that_do_not_lie_side_by_side_are_refused(device):
         kernels_triton.head_norm_(x_RHC, x_RHC[0, :1], 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize(("queries", "keys"), [(7, 64), (70, 150), (130, 5)])
-def test_attention(device, dtype, biased, queries, keys):
-    from whisfusion import kernels_triton
-
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter has no products of bf16")
-    sequences, heads, width = 2, 3, 16
-    q_GQHC = noise(sequences, queries, 3, heads, width, device=device, dtype=dtype)[:, :, 1]
-    k_GTHC, v_GTHC = noise(sequences, keys, 2, heads, width, device=device, dtype=dtype, seed=1).unbind(2)
-    bias_GT = None
-    if biased:
-        seen_GT = torch.arange(keys, device=device) < torch.tensor([[keys], [keys // 2]], device=device)
-        bias_GT = torch.zeros(sequences, keys, device=device, dtype=dtype).masked_fill(~seen_GT, -torch.inf)
-    given = [None if x is None else x.cpu().float() for x in (q_GQHC, k_GTHC, v_GTHC, bias_GT)]
-    expected = kernels.attention(*given).to(dtype)
-    found = kernels_triton.attention(q_GQHC, k_GTHC, v_GTHC, bias_GT).flatten(0, 1)
-    torch.testing.assert_close(found.cpu(), expected, rtol=BF16_TOLERANCE, atol=BF16_TOLERANCE)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("later", [True, False])
 def test_gated_units(device, dtype, later):

@@ -202,7 +202,8 @@ class DiffusionDecoder(nn.Module):
     ) -> AudioMemory:
         """Keys and values of every layer, and the anchors of a canvas of `positions`, from the encoder's features.
 
-        `counts_B`: the true token counts, in training. `canvas_B`: each utterance's own positions, where fewer.
+        `counts_B`: token counts with endoftext, where they are known. `canvas_B`: each utterance's own positions, where
+        fewer.
         """
         memory_BTD, own = self.prepare(audio_BTD, heard_BT, positions=positions, counts_B=counts_B, canvas_B=canvas_B)
         return replace(own, layers=[block.cross_attn.keys_values(memory_BTD) for block in self.blocks])
@@ -221,18 +222,25 @@ class DiffusionDecoder(nn.Module):
         if self.config.adapter:
             audio_BTD, heard_BT, (*earlier, bytes_BTV) = self.adapter(audio_BTD, heard_BT)
         memory_BTD = self.project(audio_BTD)
-        if not self.config.anchors:
-            return memory_BTD, AudioMemory([], heard_BT, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
+        own = AudioMemory([], heard_BT, audio_BTD, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
+        return memory_BTD, self.cut(own, positions=positions, counts_B=counts_B, canvas_B=canvas_B)
+
+    def cut(
+        self, memory: AudioMemory, *, positions: int, counts_B: Tensor | None = None, canvas_B: Tensor | None = None
+    ) -> AudioMemory:
+        """The memory with anchors for a canvas of `positions`, where the decoder has anchors: see `listen`."""
+        if not self.config.anchors or memory.audio_BTE is None:
+            return memory
         own_BLD, amounts_BT = self.anchors(
-            audio_BTD,
-            heard_BT,
+            memory.audio_BTE,
+            memory.heard_BT,
             positions=positions - PROMPT_LENGTH,
             counts_B=counts_B,
             room_B=None if canvas_B is None else canvas_B - PROMPT_LENGTH,
         )
         before = PROMPT_LENGTH - self.reads_ahead
         anchors_BLD = F.pad(own_BLD, (0, 0, before, PROMPT_LENGTH - before))
-        return memory_BTD, AudioMemory([], heard_BT, anchors_BLD, amounts_BT, bytes_BTV, tuple(earlier))
+        return replace(memory, anchors_BLD=anchors_BLD, amounts_BT=amounts_BT)
 
     def forward(
         self,

@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from whisfusion.encoder import audio_mask
 from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, padded_rows
 from whisfusion.graphs import Graphs, Packing, Work, host_tensor, to_host
 from whisfusion.kernels import Lists
+from whisfusion.look import CANVASES, Canvases, Look, looks, masked, predicted, read
 from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
 from whisfusion.pdd import (
     Candidate,
@@ -50,6 +52,8 @@ _log = logging.getLogger(__name__)
 _LANGUAGE_POSITION = 1
 _FRAMES = 128
 """Windows of a clip's own size are filled up to a multiple of this: fewer shapes, and keys in whole tiles."""
+_POSITIONS = 16
+"""Canvases of texts that are looked at again are filled up to a multiple of this."""
 _ROWS_AT_ONCE = 8192
 """Logits over the vocabulary exist for this many positions at a time: 0.8 GB in bf16."""
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -94,6 +98,8 @@ class Decoding:
     """The adapter's CTC logits (T, V) of each window's own frames, for selection by spelling and for repair."""
     thoughts: Thoughts | None
     """What the decoder made of the empty canvases (B, L, M), for repair."""
+    look: Callable[[Sequence[tuple[int, ...]]], list[Look]] | None = None
+    """What it makes of finished texts of the batch, for repair."""
 
 
 class GraphEngine:
@@ -145,11 +151,16 @@ class GraphEngine:
             clock.lap("encode")
             host = to_host(self.decode(plan, audio_BTD, batch))
             clock.lap("decode")
+            # Where it lies now, the next batch's will be.
+            kept_BTD = audio_BTD.clone() if options.looks else None
         canvas_B = self._canvas(batch)
 
         def wait(timings: dict[str, float]) -> Decoding:
             clock.wait(timings)
-            return _decoding({name: value[: len(batch)] for name, value in host.items()}, canvas_B)
+            decoding = _decoding({name: value[: len(batch)] for name, value in host.items()}, canvas_B)
+            if kept_BTD is None:
+                return decoding
+            return replace(decoding, look=partial(self.look, plan, kept_BTD, batch, decoding.languages))
 
         return wait
 
@@ -220,6 +231,66 @@ class GraphEngine:
             return self._work(plan, values["audio"], packing.unpack(values["packed"]))
 
         return self._run(plan, work, {"audio": audio_BTD, "packed": packed})
+
+    def look(
+        self,
+        plan: Plan,
+        audio_BTD: Tensor,
+        batch: Sequence[Window],
+        languages: Sequence[str],
+        texts: Sequence[tuple[int, ...]],
+    ) -> list[Look]:
+        """What the decoder makes of finished texts of a batch, whose features are given; waits for it."""
+        longest = PROMPT_LENGTH + 1 + max(map(len, texts))
+        positions = min(self.model.config.decoder.canvas.size, -(-longest // _POSITIONS) * _POSITIONS)
+        prompts = torch.tensor([get_tokenizer().prompt(language) for language in _filled(languages, plan.rows)])
+        canvases = Canvases.of(prompts, _filled(texts, plan.rows), positions=positions)
+        inputs = {"written": canvases.written_BL, "counts": canvases.counts_B, "frames": self.frames(plan, batch)}
+        packing = Packing.of(inputs)
+        packed = packing.pack(inputs, host_tensor(packing.size, dtype=torch.uint8, device=self._device))
+
+        def work(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return self._look(values["audio"], **packing.unpack(values["packed"]))
+
+        with self._lock:
+            clock = _Clock(self._device)
+            found = self._run(("look", plan.rows, plan.frames, positions), work, {"audio": audio_BTD, "packed": packed})
+            host = to_host(found)
+            clock.lap("look")
+        clock.wait({})
+        return looks(texts, Thoughts(host["tokens"], host["logprobs"]), host["written"])
+
+    def _look(self, audio_BTD: Tensor, *, written: Tensor, counts: Tensor, frames: Tensor) -> dict[str, Tensor]:
+        """Features and texts (B, L) to the likeliest tokens after the prompts, and how likely what is written is."""
+        heard_BT, positions = self._heard(frames, audio_BTD.shape[1]), written.shape[1]
+        memory_BTD, own = self.model.decoder.prepare(audio_BTD, heard_BT, positions=positions, counts_B=counts)
+        tokens_B2L, own_BL = masked(written, counts)
+        states = _States(self, self._decoder.listen(memory_BTD, own.heard_BT), own.anchors_BLD, own_BL)
+        states_BLD = predicted(states(tokens_B2L).unflatten(0, (-1, CANVASES)))[:, PROMPT_LENGTH:]
+        written_BL = written[:, PROMPT_LENGTH:]
+        list_R = None
+        if self._lists is not None:
+            list_B1 = self._lists[1][written[:, _LANGUAGE_POSITION], None]
+            list_R = list_B1.expand(written_BL.shape).reshape(-1)
+        parts = []
+        for first in range(0, written_BL.numel(), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            logits_RV = F.linear(states_BLD.flatten(0, 1)[rows], self._head_VD)[:, :SAMPLEABLE].float()
+            logits_RV = self._allowed(logits_RV, None if list_R is None else list_R[rows])
+            parts.append(read(logits_RV, written_BL.flatten()[rows], CHOICES))
+        tokens_RM, logprobs_RM, written_R = (torch.cat(values) for values in zip(*parts, strict=True))
+        shape = written_BL.shape
+        return {
+            "tokens": tokens_RM.int().unflatten(0, shape),
+            "logprobs": logprobs_RM.unflatten(0, shape),
+            "written": written_R.unflatten(0, shape),
+        }
+
+    def _allowed(self, logits_RV: Tensor, list_R: Tensor | None) -> Tensor:
+        """Minus infinity for tokens that are not in a row's list."""
+        if self._lists is None or list_R is None:
+            return logits_RV
+        return logits_RV.masked_fill(self._lists[0][list_R] == 0, -torch.inf)
 
     def _inputs(self, plan: Plan, batch: Sequence[Window]) -> dict[str, Tensor]:
         """All that is decoded with besides the audio, on the host."""
@@ -410,8 +481,7 @@ class _Writer:
         )
 
     def _likely(self, logits_RV: Tensor, list_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self._engine._lists is not None and list_R is not None:
-            logits_RV = logits_RV.masked_fill(self._engine._lists[0][list_R] == 0, -torch.inf)
+        logits_RV = self._engine._allowed(logits_RV, list_R)
         return most_likely(logits_RV, logits_RV.logsumexp(1, keepdim=True), self._choices)
 
 

@@ -109,9 +109,6 @@ def attention(
     q_GQHC: Tensor, k_GTHC: Tensor, v_GTHC: Tensor, bias_GT: Tensor | None = None, *, causal: bool = False
 ) -> Tensor:
     """Attention; a bias is added to the scores. Returns rows (R, D), those of one sequence after another's."""
-    kernels = None if causal or q_GQHC.dtype == torch.float32 else _kernels(q_GQHC)
-    if kernels:
-        return kernels.attention(q_GQHC, k_GTHC, v_GTHC, bias_GT).flatten(0, 1)
     q, k, v = (x.transpose(1, 2) for x in (q_GQHC, k_GTHC, v_GTHC))
     bias_G11T = None if bias_GT is None else bias_GT[:, None, None]
     y_GHQC = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_G11T, is_causal=causal)

@@ -4,7 +4,7 @@ Letters as there; W weights of heads.
 """
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _NEGLIGIBLE = tl.constexpr(2.0**-43)
 """Mass next to the likeliest token's, of which a whole vocabulary is still less than the least uniform."""
 _LOGITS_AT_ONCE = 4096
 _COLUMNS_AT_ONCE = 4096
-_LOG2_E = 1.4426950408889634
 _MANY_NUMBERS = 4096
 
 
@@ -171,139 +170,6 @@ def _head_norm(
         within = weighted
     tl.store(place, first.to(x.dtype.element_ty), mask=within)
     tl.store(place + HALF, second.to(x.dtype.element_ty), mask=within)
-
-
-def attention(q_GQHC: Tensor, k_GTHC: Tensor, v_GTHC: Tensor, bias_GT: Tensor | None) -> Tensor:
-    """See `kernels.attention`; returns (G, Q, D). The width of a head is a power of two, and heads lie side by side."""
-    sequences, queries, heads, width = q_GQHC.shape
-    for x in (q_GQHC, k_GTHC, v_GTHC):
-        if x.stride(2) != width or x.stride(3) != 1 or width & (width - 1):
-            raise ValueError(f"heads of shape {tuple(x.shape)} and strides {x.stride()} are not side by side")
-    out_GQD = q_GQHC.new_empty(sequences, queries, heads * width)
-    tiles = _tiles(sequences * heads, queries)
-    _attention[(triton.cdiv(queries, tiles.rows), sequences * heads)](
-        q_GQHC,
-        k_GTHC,
-        v_GTHC,
-        q_GQHC if bias_GT is None else bias_GT,
-        out_GQD,
-        queries,
-        k_GTHC.shape[1],
-        *(x.stride(i) for x in (q_GQHC, k_GTHC, v_GTHC) for i in (0, 1)),
-        0 if bias_GT is None else bias_GT.stride(0),
-        _LOG2_E / width**0.5,
-        HEADS=heads,
-        WIDTH=width,
-        BIASED=bias_GT is not None,
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    return out_GQD
-
-
-class Tiles(NamedTuple):
-    """How attention is cut up: queries and keys of a tile, and what works on it."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def _tiles(heads: int, queries: int) -> Tiles:
-    """Small tiles where large ones would leave processors without work. Chosen on an H200."""
-    return Tiles(128, 64, 4, 3) if heads * queries > 1 << 19 else Tiles(64, 64, 4, 3)
-
-
-@triton.jit
-def _attend(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    bias: tl.tensor,
-    best: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
-    start: tl.tensor,
-    keys: tl.tensor,
-    k_row: tl.tensor,
-    v_row: tl.tensor,
-    scale: tl.tensor,
-    WIDTH: tl.constexpr,
-    BIASED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Some keys and values more: the largest score of each query so far, its mass, and what it has heard."""
-    n = start + tl.arange(0, COLUMNS)
-    c = tl.arange(0, WIDTH)
-    if RAGGED:
-        keys_CN = tl.load(k + n[None, :] * k_row + c[:, None], mask=(n < keys)[None, :], other=0.0)
-        values_NC = tl.load(v + n[:, None] * v_row + c[None, :], mask=(n < keys)[:, None], other=0.0)
-    else:
-        keys_CN = tl.load(k + n[None, :] * k_row + c[:, None])
-        values_NC = tl.load(v + n[:, None] * v_row + c[None, :])
-    scores = tl.dot(q, keys_CN) * scale
-    if BIASED:
-        scores += tl.load(bias + n, mask=n < keys, other=float("-inf")).to(tl.float32)[None, :]
-    elif RAGGED:
-        scores = tl.where((n < keys)[None, :], scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 1))
-    mass = tl.exp2(scores - higher[:, None])
-    fading = tl.exp2(best - higher)
-    mixed = mixed * fading[:, None] + tl.dot(mass.to(values_NC.dtype), values_NC)
-    return higher, total * fading + tl.sum(mass, 1), mixed
-
-
-@triton.jit
-def _attention(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    q_sequence: tl.tensor,
-    q_row: tl.tensor,
-    k_sequence: tl.tensor,
-    k_row: tl.tensor,
-    v_sequence: tl.tensor,
-    v_row: tl.tensor,
-    bias_sequence: tl.tensor,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """ROWS queries of one head. Scores are in powers of two."""
-    sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, WIDTH)
-    within = (m < queries)[:, None]
-    q_MC = tl.load(q + sequence * q_sequence + head * WIDTH + m[:, None] * q_row + c[None, :], mask=within, other=0.0)
-    k += sequence * k_sequence + head * WIDTH
-    v += sequence * v_sequence + head * WIDTH
-    bias += sequence * bias_sequence
-    # Not infinite, so that keys before the first that may be seen are simply forgotten.
-    best = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    whole = keys // COLUMNS * COLUMNS
-    for start in range(0, whole, COLUMNS):
-        best, total, mixed = _attend(
-            q_MC, k, v, bias, best, total, mixed, start, keys, k_row, v_row, scale, WIDTH, BIASED, False, COLUMNS
-        )
-    if whole < keys:
-        best, total, mixed = _attend(
-            q_MC, k, v, bias, best, total, mixed, whole, keys, k_row, v_row, scale, WIDTH, BIASED, True, COLUMNS
-        )
-    place = out + (sequence * queries + m[:, None]) * HEADS * WIDTH + head * WIDTH + c[None, :]
-    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=within)
 
 
 def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:

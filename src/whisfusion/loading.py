@@ -83,7 +83,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name == "int8":
         if device.type != "cpu" or not quantise.is_fast_here():
-            raise OptionError("int8 is for x86 processors with VNNI: use dtype auto or float32")
+            raise OptionError("int8 is for x86 processors with AVX2: use dtype auto or float32")
         return torch.float32
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -21,6 +21,8 @@ class AudioMemory:
     layers: list[KeysValues]
     heard_BT: Tensor | None
     """True where there is audio; None where every position counts. An adapter's positions may be fewer."""
+    audio_BTE: Tensor | None = None
+    """What the anchors are cut from."""
     anchors_BLD: Tensor | None = None
     """Added to the input of each canvas position."""
     amounts_BT: Tensor | None = None

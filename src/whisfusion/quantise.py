@@ -2,13 +2,14 @@
 
 A matrix is kept as whole numbers from -127 to 127 and one scale per row, the output's. Multiplying, the activations are
 quantised as they come, each position (a row) with a scale of its own: a loud frame costs its neighbours nothing. Sums
-are exact, in int32.
+are exact, in int32; processors that first add two products in 16 bits get activations of 7 bits, so that these are too.
 
 Letters: G sequences, L their length, R rows, B utterances, T audio positions, D width, N outputs, H heads,
 C width of a head.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,6 @@ from whisfusion.errors import ModelError
 
 _INT8, _SCALE = ":int8", ":scale"
 _TOP = 127
-_ZERO = 128
-"""What stands for 0 in activations, which are unsigned: oneDNN has no fast product of two signed matrices."""
 _LEAST = 1e-30
 """A row of zeros is not divided by zero."""
 
@@ -34,10 +33,10 @@ def quantise_rows(x_ND: Tensor) -> tuple[Tensor, Tensor]:
     return (x_ND / scale_N1).round_().clamp_(-_TOP, _TOP).to(torch.int8), scale_N1
 
 
-def _scale(x_ND: Tensor) -> Tensor:
+def _scale(x_ND: Tensor, top: int = _TOP) -> Tensor:
     # The largest and the smallest, and not the largest magnitude: without a pass that writes magnitudes.
     largest_N1 = torch.maximum(x_ND.amax(1, keepdim=True), -x_ND.amin(1, keepdim=True))
-    return largest_N1.clamp_(min=_LEAST).div_(_TOP)
+    return largest_N1.clamp_(min=_LEAST).div_(top)
 
 
 def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -75,13 +74,27 @@ def is_quantised(stored: Mapping[str, Tensor]) -> bool:
 
 
 def is_fast_here() -> bool:
-    """Whether this processor multiplies int8 without overflow and faster than float32: x86 with VNNI."""
+    """Whether this processor multiplies int8 faster than float32: x86 with AVX2."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx2_supported()
+
+
+@cache
+def activation_top() -> int:
+    """The largest whole number that activations become.
+
+    Without VNNI a processor adds pairs of products in 16 bits: 2 * 127 * 127 is the most that these hold.
+    """
     # From torch 2.13 on there is a public function that tells this.
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+    return _TOP if torch.cpu._is_vnni_supported() else _TOP // 2
+
+
+def _zero() -> int:
+    """What stands for 0 in activations, which are unsigned: oneDNN has no fast product of two signed matrices."""
+    return activation_top() + 1
 
 
 class Rows(NamedTuple):
-    """Activations in whole numbers: a row's, less 128 and times its scale, are what it stands for."""
+    """Activations in whole numbers: a row's, less what stands for 0 and times its scale, are what it stands for."""
 
     whole_RD: Tensor
     """uint8."""
@@ -90,10 +103,10 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, x_RD: Tensor) -> "Rows":
         """The nearest."""
-        scale_R1 = _scale(x_RD)
+        scale_R1 = _scale(x_RD, activation_top())
         signed_RD = (x_RD * scale_R1.reciprocal()).round_().to(torch.int8)
-        # Adds 128; torch turns floats into int8 several times faster than into uint8.
-        return cls(signed_RD.view(torch.uint8).bitwise_xor_(_ZERO), scale_R1)
+        # Wraps around; torch turns floats into int8 several times faster than into uint8.
+        return cls(signed_RD.view(torch.uint8).add_(_zero()), scale_R1)
 
 
 class Int8Linear(nn.Module):
@@ -139,7 +152,7 @@ class Int8Linear(nn.Module):
         return torch.ops.onednn.qlinear_pointwise(
             rows.whole_RD,
             1.0,
-            _ZERO,
+            _zero(),
             self._packed,
             self._scale_N,
             self._zero_N,

@@ -4,6 +4,7 @@ Letters: B windows, K candidates, L canvas positions, T audio positions, D width
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
-from whisfusion.lexicon import Lexicon
+from whisfusion.look import Canvases, Look, looks, masked, predicted, read
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
 from whisfusion.pdd import Candidate, PDDOptions, Step, Thoughts, UtteranceStep, parallel_decode
@@ -44,6 +45,9 @@ _LANGUAGE_POSITION = 1
 
 Head = Callable[[Tensor], Tensor]
 """States (R, D) to logits (R, V)."""
+
+LookAt = Callable[[Sequence[tuple[int, ...]]], list[Look]]
+"""Finished texts of a batch to what the decoder makes of them."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +97,36 @@ class DiffusionSystem:
         if language is not None and language not in config.languages:
             raise LanguageError(f"this model was not trained on {language!r}, only on {', '.join(config.languages)}")
         self._selector(options)
-        self._repairs(options)
+        mends = self._repairs(options)
+        if options.looks < 0 or (options.looks and not mends):
+            raise OptionError("looks must be 0, or more where a model with an adapter repairs")
 
     def detect(self, batch: Sequence[Window]) -> list[str]:
         """The language of each window, from the prompt's masked language token."""
-        audio_BTD, heard_BT = self._encode(batch, Stopwatch({}, self._device))
-        predictor, _ = self._listen(batch, audio_BTD, heard_BT)
-        return self._detect(batch, predictor)
+        found: list[str] = []
+        for part in self._parts(batch):
+            audio_BTD, heard_BT = self._encode(part, Stopwatch({}, self._device))
+            predictor, _ = self._listen(part, audio_BTD, heard_BT)
+            found += self._detect(part, predictor)
+        return found
 
     def start(
         self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> Callable[[], list[Heard]]:
         """With an engine, selection of one batch on the CPU goes on while the GPU decodes the next."""
         if self._engine is None:
-            heard = self.recognise(batch, options, timings)
+            heard = [one for part in self._parts(batch) for one in self.recognise(part, options, timings)]
             return lambda: heard
         scorer = self._reranker().decoder if options.selection == "rerank" else None
         wait = self._engine.start(batch, replace(options, repair=self._repairs(options)), scorer)
         return lambda: self._finish(wait(timings), batch, options, timings)
+
+    def _parts(self, batch: Sequence[Window]) -> list[Sequence[Window]]:
+        """What is decoded at once: on a CPU one window, which fits its caches better than a batch, and has no padding.
+
+        In int8 it matters too that what other windows do to a number is nothing: rounding would make it visible.
+        """
+        return [[window] for window in batch] if self._device.type == "cpu" else [batch]
 
     def _finish(
         self, decoding: Decoding, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
@@ -136,7 +152,7 @@ class DiffusionSystem:
                 strict=True,
             )
         ]
-        heard = self._select(pools, decoding.steps, decoding.canvas_B, options)
+        heard = self._select(pools, decoding.steps, decoding.canvas_B, options, decoding.look)
         watch.lap("select")
         return heard
 
@@ -179,21 +195,56 @@ class DiffusionSystem:
             )
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
-        heard = self._select(pools, decoded.trace, canvas_B, options)
+
+        def look(texts: Sequence[tuple[int, ...]]) -> list[Look]:
+            return self._look(replace(predictor, head=head), columns, prompts_BP, texts)
+
+        heard = self._select(pools, decoded.trace, canvas_B, options, look)
         watch.lap("select")
         return heard
 
     def _select(
-        self, pools: Sequence[Pool], steps: Sequence[Step], canvas_B: Sequence[int], options: DecodingOptions
+        self,
+        pools: Sequence[Pool],
+        steps: Sequence[Step],
+        canvas_B: Sequence[int],
+        options: DecodingOptions,
+        look: LookAt | None = None,
     ) -> list[Heard]:
         selections = self._selector(options)(pools)
+        chosen = [pool.candidates[selection.index] for pool, selection in zip(pools, selections, strict=True)]
+        if self._repairs(options):
+            texts = self._repair(pools, chosen, look, options.looks)
+        else:
+            texts = [candidate.tokens for candidate in chosen]
         traces = [
             tuple(step.of(row, slice(PROMPT_LENGTH, positions)) for step in steps)
             for row, positions in enumerate(canvas_B)
         ]
-        mends = self._repairs(options)
-        lexicon = self.model.lexicon
-        return [_heard(*parts, mends=mends, lexicon=lexicon) for parts in zip(pools, selections, traces, strict=True)]
+        return [_heard(*parts) for parts in zip(pools, selections, texts, traces, strict=True)]
+
+    def _repair(
+        self, pools: Sequence[Pool], chosen: Sequence[Candidate], look: LookAt | None, looks: int
+    ) -> list[tuple[int, ...]]:
+        """What was chosen, mended; looked at and mended again so many times."""
+
+        def mend(pool: Pool, candidate: Candidate, others: Sequence[Candidate], thoughts: Thoughts) -> tuple[int, ...]:
+            lexicon = self.model.lexicon
+            similar = None if lexicon is None else functools.partial(lexicon.similar, pool.language)
+            assert pool.bytes_TV is not None
+            return repair(candidate, others, thoughts, pool.bytes_TV, similar)
+
+        texts = []
+        for pool, candidate in zip(pools, chosen, strict=True):
+            assert pool.thoughts is not None
+            texts.append(mend(pool, candidate, pool.candidates, pool.thoughts))
+        most = self.model.config.decoder.canvas.size - PROMPT_LENGTH - 1
+        for _ in range(looks):
+            assert look is not None
+            shown = [text if len(text) <= most else () for text in texts]
+            seen = zip(pools, texts, shown, look(shown), strict=True)
+            texts = [mend(pool, it.candidate, (), it.thoughts) if can else text for pool, text, can, it in seen]
+        return texts
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -211,8 +262,8 @@ class DiffusionSystem:
         return audio_BTD, heard_BT
 
     def _frames(self, mel: Mel) -> Tensor | None:
-        """The frames of each window, if what lies beyond them is to be left out."""
-        return mel.frames_B if self.model.config.window == "clip" else None
+        """The frames of each window, if what lies beyond them is to be left out; of one alone there is nothing."""
+        return mel.frames_B if self.model.config.window == "clip" and len(mel.frames_B) > 1 else None
 
     def _listen(
         self, batch: Sequence[Window], audio_BTD: Tensor, heard_BT: Tensor | None
@@ -245,6 +296,31 @@ class DiffusionSystem:
 
     def _head(self, weight_VD: Tensor) -> Head:
         return lambda states_RD: F.linear(states_RD, weight_VD)
+
+    @torch.no_grad()
+    def _look(
+        self, predictor: DecoderPredictor, columns: Columns, prompts_BP: Tensor, texts: Sequence[tuple[int, ...]]
+    ) -> list[Look]:
+        """What the decoder makes of finished texts."""
+        canvases = Canvases.of(prompts_BP.cpu(), texts, positions=PROMPT_LENGTH + 1 + max(map(len, texts)))
+        written_BL, counts_B = canvases.written_BL.to(self._device), canvases.counts_B.to(self._device)
+        tokens_B2L, own_BL = masked(written_BL, counts_B)
+        memory = self.model.decoder.cut(predictor.memory, positions=written_BL.shape[1], counts_B=counts_B)
+        alike = len({len(text) for text in texts}) == 1
+        predictor = replace(predictor, memory=memory, canvas_BL=None if alike else own_BL)
+        states_BLD = predicted(predictor.states(tokens_B2L))[:, PROMPT_LENGTH:]
+        logits_RV = predictor.logits(states_BLD.flatten(0, 1)).float()
+        if columns.allowed_BV is not None:
+            allowed_RV = columns.allowed_BV.repeat_interleave(states_BLD.shape[1], 0)
+            logits_RV = logits_RV.masked_fill(~allowed_RV, -math.inf)
+        written_R = written_BL[:, PROMPT_LENGTH:].flatten().contiguous()
+        places_R = torch.searchsorted(columns.ids_V, written_R).clamp(max=len(columns.ids_V) - 1)
+        columns_RM, logprobs_RM, written_logprobs_R = read(logits_RV, places_R, CHOICES)
+        # A word of the lexicon may have tokens that the language's list has not.
+        written_logprobs_R = written_logprobs_R.masked_fill(columns.ids_V[places_R] != written_R, -math.inf)
+        thoughts, logprobs_BL = Thoughts(columns.ids_V[columns_RM], logprobs_RM), written_logprobs_R
+        shape = states_BLD.shape[:2]
+        return looks(texts, Thoughts(*(part.unflatten(0, shape) for part in thoughts)), logprobs_BL.unflatten(0, shape))
 
     @torch.no_grad()
     def _detect(self, batch: Sequence[Window], predictor: DecoderPredictor) -> list[str]:
@@ -298,33 +374,12 @@ class DiffusionSystem:
 
 
 class Int8System(DiffusionSystem):
-    """The same on a CPU, with products in int8.
-
-    Windows are decoded one by one, which costs a CPU nothing: rounding to whole numbers would make a visible difference
-    of the invisible ones that other windows in a batch make.
-    """
+    """The same on a CPU, with products in int8."""
 
     def __init__(self, model: Model) -> None:
         """Changes the model's modules."""
         super().__init__(model)
         to_int8(model.encoder, model.decoder)
-
-    def detect(self, batch: Sequence[Window]) -> list[str]:
-        """The language of each window, from the prompt's masked language token."""
-        found: list[str] = []
-        for window in batch:
-            found += super().detect([window])
-        return found
-
-    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
-        """Encode, listen, decode K candidates in N steps, select."""
-        heard: list[Heard] = []
-        for window in batch:
-            heard += super().recognise([window], options, timings)
-        return heard
-
-    def _frames(self, mel: Mel) -> None:
-        """A window alone has nothing beyond its own frames, and attention without a mask is faster."""
 
     def _head(self, weight_VD: Tensor) -> Head:
         return Int8Linear(weight_VD)
@@ -399,16 +454,10 @@ def _own(thoughts: Thoughts | None, canvas_B: Sequence[int]) -> list[Thoughts | 
     return [thoughts.of(row, slice(PROMPT_LENGTH, positions)) for row, positions in enumerate(canvas_B)]
 
 
-def _heard(
-    pool: Pool, selection: Selection, trace: tuple[UtteranceStep, ...], *, mends: bool, lexicon: Lexicon | None
-) -> Heard:
-    """The chosen candidate, mended if that is asked for, and all of them beside it as they were drawn."""
+def _heard(pool: Pool, selection: Selection, tokens: tuple[int, ...], trace: tuple[UtteranceStep, ...]) -> Heard:
+    """What was chosen, as `tokens` has it after it was mended, and all candidates beside it as they were drawn."""
     chosen: Candidate = pool.candidates[selection.index]
-    text, tokens = pool.texts[selection.index], chosen.tokens
-    if mends and pool.thoughts is not None and pool.bytes_TV is not None:
-        similar = None if lexicon is None else functools.partial(lexicon.similar, pool.language)
-        tokens = repair(chosen, pool.candidates, pool.thoughts, pool.bytes_TV, similar)
-        text = get_tokenizer().decode(tokens)
+    text = pool.texts[selection.index] if tokens == chosen.tokens else get_tokenizer().decode(tokens)
     pool_risks = selection.risks or risks(pool.texts, pool.language)
     others = len(pool.candidates) - 1
     return Heard(

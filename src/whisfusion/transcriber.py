@@ -129,6 +129,8 @@ class DecodingOptions:
     trace: bool = False
     repair: bool | None = None
     """Whether the chosen candidate is mended; None where the model can, but for the oracle."""
+    looks: int = 0
+    """How often the decoder looks at what was mended, for it to be mended again."""
 
 
 class System(Protocol):
@@ -166,6 +168,7 @@ class TranscribeOptions(TypedDict, total=False):
     remask: Literal["random", "confidence"] | None
     selection: SelectionName
     repair: bool | None
+    looks: int
     reference: str | Sequence[str] | None
     seed: int
     trace: bool
@@ -201,6 +204,8 @@ class Transcriber:
             Whisper's likelihood) or "oracle".
         repair: whether the chosen candidate is mended where decoder and adapter's CTC find other words likelier; None
             where the model can.
+        looks: how often the decoder looks at what was mended, both neighbours of each token in sight, for it to be
+            mended again: a little better, and slower.
         reference: the true transcript or transcripts, for the oracle alone.
         seed: with a window's samples it decides all randomness: what else is in the batch does not.
         trace: keep every denoising step of every candidate in the segments.
@@ -226,6 +231,7 @@ class Transcriber:
         remask: Literal["random", "confidence"] | None = None,
         selection: SelectionName = "mbr",
         repair: bool | None = None,
+        looks: int = 0,
         reference: str | Sequence[str] | None = None,
         seed: int = 0,
         trace: bool = False,
@@ -252,7 +258,7 @@ class Transcriber:
             "temperature": temperature,
             "remask": remask,
         }
-        options = DecodingOptions(override_options(self.system.default, given), selection, trace, repair)
+        options = DecodingOptions(override_options(self.system.default, given), selection, trace, repair, looks)
         asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
         for code in dict.fromkeys(asked):
             self.system.check(options, code)

@@ -74,6 +74,12 @@ def add_decoding_options(parser: Parser) -> None:
         help="leave the chosen candidate as it was drawn: no edits that the adapter's CTC finds likelier",
     )
     group.add_argument(
+        "--looks",
+        type=checked(int, lambda looks: looks >= 0, "at least 0"),
+        metavar="L",
+        help="look at the repaired text and repair it again, so many times (default 0)",
+    )
+    group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws other candidates (default 0)"
     )
     group.add_argument(
@@ -107,7 +113,9 @@ def decoding_arguments(arguments: Arguments) -> dict[str, Any]:
     """What the user chose, as keyword arguments of `Transcriber.transcribe`: the preset, and over it single options."""
     given = pdd_arguments(arguments)
     given |= {
-        name: getattr(arguments, name) for name in ("selection", "repair") if getattr(arguments, name) is not None
+        name: getattr(arguments, name)
+        for name in ("selection", "repair", "looks")
+        if getattr(arguments, name) is not None
     }
     if arguments.system == "whisper" and (given or arguments.preset):
         named = [f"--{'no_repair' if name == 'repair' else name}" for name in (*given, arguments.preset) if name]

@@ -35,8 +35,8 @@ class SynthesisOptions:
     language: str
     """Code of the language that the sentences are in."""
     engine: EngineName
-    """Which program speaks: "pico" (pico2wave; en de es fr it), "rhvoice" (RHVoice-test; pl pt es), "jtalk" (open_jtalk;
-    ja) or "espeak" (espeak-ng; all but ja)."""
+    """Which program speaks: "pico" (pico2wave; en de es fr it), "rhvoice" (RHVoice-test; pl pt es), "jtalk"
+    (open_jtalk; ja) or "espeak" (espeak-ng; all but ja)."""
     hours: float | None = None
     """Speech to make; when all sentences are said, they are said again by other voices."""
     sentences: int | None = None

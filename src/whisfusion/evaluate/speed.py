@@ -24,7 +24,7 @@ from whisfusion.evaluate.speed_set import SpeedClip, misheard
 from whisfusion.normalise import normalise
 from whisfusion.pdd import PDDOptions, Step
 from whisfusion.selection import Pool, WhisperRerank
-from whisfusion.systems import DiffusionSystem
+from whisfusion.systems import DiffusionSystem, LookAt
 from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
 from whisfusion.train.flops import encoder_flops
 from whisfusion.train.recipes import trial
@@ -144,9 +144,14 @@ class Rehearsal(DiffusionSystem):
                 self._scripts[clip.text] = _Script(len(get_tokenizer().encode(clip.text)), texts)
 
     def _select(
-        self, pools: Sequence[Pool], steps: Sequence[Step], canvas_B: Sequence[int], options: DecodingOptions
+        self,
+        pools: Sequence[Pool],
+        steps: Sequence[Step],
+        canvas_B: Sequence[int],
+        options: DecodingOptions,
+        look: LookAt | None = None,
     ) -> list[Heard]:
-        return super()._select([self._scripted(pool) for pool in pools], steps, canvas_B, options)
+        return super()._select([self._scripted(pool) for pool in pools], steps, canvas_B, options, look)
 
     def _scripted(self, pool: Pool) -> Pool:
         script = self._scripts.get(pool.reference or "")
@@ -240,7 +245,7 @@ class Stage:
         spent = {} if timings is None else timings
         if self.engine is None:
             for windows in batches:
-                self._system.recognise(windows, options, spent)
+                self._system.start(windows, options, spent)()
             return
         scorer = self.subject.whisper if options.selection == "rerank" else None
         waiting: Callable[[], object] | None = None
