@@ -2,7 +2,7 @@
 
 import torch
 
-from whisfusion.look import CANVASES, Canvases, masked, predicted
+from whisfusion.look import CANVASES, Canvases, masked, predicted, read
 from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH, get_tokenizer
 
 TEXTS = [(11, 12, 13), (), (21, 22, 23, 24)]
@@ -34,3 +34,14 @@ def test_every_position_is_hidden_once_and_never_beside_another():
     # What is read of a position is read where it was hidden.
     assert torch.equal(predicted(hidden_B2L[..., None])[..., 0], own_BL & after_prompt_L)
     assert tokens_B2L.shape[1] == CANVASES
+
+
+def test_what_is_read_does_not_depend_on_how_much_at_once():
+    logits_RV = torch.randn(10, 40, generator=torch.Generator().manual_seed(0))
+    columns_R = torch.arange(10)
+    whole = read(lambda rows: logits_RV[rows], columns_R, 4, at_once=100)
+    parts = read(lambda rows: logits_RV[rows], columns_R, 4, at_once=3)
+    logprobs_RV = logits_RV.log_softmax(1)
+    torch.testing.assert_close(whole, parts)
+    torch.testing.assert_close(whole[1], logprobs_RV.topk(4).values)
+    torch.testing.assert_close(whole[2], logprobs_RV[columns_R, columns_R])

@@ -29,7 +29,7 @@ from whisfusion.encoder import audio_mask
 from whisfusion.fused import Audio, FusedEncoder, FusedStack, attention_bias, padded_rows
 from whisfusion.graphs import Graphs, Packing, Work, host_tensor, to_host
 from whisfusion.kernels import Lists
-from whisfusion.look import CANVASES, Canvases, Look, looks, masked, predicted, read
+from whisfusion.look import CANVASES, Canvases, Look, LookAt, looks, masked, predicted, read
 from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
 from whisfusion.pdd import (
     Candidate,
@@ -98,7 +98,7 @@ class Decoding:
     """The adapter's CTC logits (T, V) of each window's own frames, for selection by spelling and for repair."""
     thoughts: Thoughts | None
     """What the decoder made of the empty canvases (B, L, M), for repair."""
-    look: Callable[[Sequence[tuple[int, ...]]], list[Look]] | None = None
+    look: LookAt | None = None
     """What it makes of finished texts of the batch, for repair."""
 
 
@@ -272,13 +272,12 @@ class GraphEngine:
         if self._lists is not None:
             list_B1 = self._lists[1][written[:, _LANGUAGE_POSITION], None]
             list_R = list_B1.expand(written_BL.shape).reshape(-1)
-        parts = []
-        for first in range(0, written_BL.numel(), _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            logits_RV = F.linear(states_BLD.flatten(0, 1)[rows], self._head_VD)[:, :SAMPLEABLE].float()
-            logits_RV = self._allowed(logits_RV, None if list_R is None else list_R[rows])
-            parts.append(read(logits_RV, written_BL.flatten()[rows], CHOICES))
-        tokens_RM, logprobs_RM, written_R = (torch.cat(values) for values in zip(*parts, strict=True))
+
+        def logits(rows: slice) -> Tensor:
+            logits_RV = F.linear(states_BLD.flatten(0, 1)[rows], self._head_VD)[:, :SAMPLEABLE]
+            return self._allowed(logits_RV, None if list_R is None else list_R[rows])
+
+        tokens_RM, logprobs_RM, written_R = read(logits, written_BL.flatten(), CHOICES, at_once=_ROWS_AT_ONCE)
         shape = written_BL.shape
         return {
             "tokens": tokens_RM.int().unflatten(0, shape),

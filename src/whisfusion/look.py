@@ -7,7 +7,7 @@ sight.
 Letters: B utterances, L canvas positions, M choices, R positions of all utterances, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ class Look:
     candidate: Candidate
     thoughts: Thoughts
     """(n + 1, M) for n tokens."""
+
+
+LookAt = Callable[[Sequence[tuple[int, ...]]], list[Look]]
+"""Finished texts of a batch to what the decoder makes of them."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,22 @@ def predicted(states_B2LD: Tensor) -> Tensor:
     return states_B2LD[:, position_L % CANVASES, position_L]
 
 
-def read(logits_RV: Tensor, columns_R: Tensor, choices: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest columns (R, M), their log-probabilities, and that of the column written at each position (R)."""
-    total_R1 = logits_RV.logsumexp(1, keepdim=True)
-    columns_RM, logprobs_RM = most_likely(logits_RV, total_R1, choices)
-    return columns_RM, logprobs_RM, (logits_RV.gather(1, columns_R[:, None]) - total_R1)[:, 0]
+def read(
+    logits: Callable[[slice], Tensor], columns_R: Tensor, choices: int, *, at_once: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest columns (R, M), their log-probabilities, and that of the column written at each position (R).
+
+    `logits` gives those (..., V) of some of the positions: of at most `at_once`, since there are so many.
+    """
+    parts = []
+    for first in range(0, len(columns_R), at_once):
+        rows = slice(first, first + at_once)
+        logits_RV = logits(rows).float()
+        total_R1 = logits_RV.logsumexp(1, keepdim=True)
+        written_R1 = logits_RV.gather(1, columns_R[rows, None]) - total_R1
+        parts.append((*most_likely(logits_RV, total_R1, choices), written_R1[:, 0]))
+    columns_RM, logprobs_RM, written_R = (torch.cat(values) for values in zip(*parts, strict=True))
+    return columns_RM, logprobs_RM, written_R
 
 
 def looks(texts: Sequence[tuple[int, ...]], thoughts: Thoughts, logprobs_BL: Tensor) -> list[Look]:

@@ -18,7 +18,7 @@ from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
-from whisfusion.look import Canvases, Look, looks, masked, predicted, read
+from whisfusion.look import Canvases, Look, LookAt, looks, masked, predicted, read
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
 from whisfusion.pdd import Candidate, PDDOptions, Step, Thoughts, UtteranceStep, parallel_decode
@@ -41,13 +41,12 @@ from whisfusion.vocabulary import Columns, Vocabulary
 from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
 
 _LANGUAGE_POSITION = 1
+_LOOKED_AT_ONCE = 1024
+"""Positions of texts that are looked at for which logits over the vocabulary exist at a time."""
 
 
 Head = Callable[[Tensor], Tensor]
 """States (R, D) to logits (R, V)."""
-
-LookAt = Callable[[Sequence[tuple[int, ...]]], list[Look]]
-"""Finished texts of a batch to what the decoder makes of them."""
 
 
 @dataclass(frozen=True)
@@ -309,18 +308,22 @@ class DiffusionSystem:
         alike = len({len(text) for text in texts}) == 1
         predictor = replace(predictor, memory=memory, canvas_BL=None if alike else own_BL)
         states_BLD = predicted(predictor.states(tokens_B2L))[:, PROMPT_LENGTH:]
-        logits_RV = predictor.logits(states_BLD.flatten(0, 1)).float()
-        if columns.allowed_BV is not None:
-            allowed_RV = columns.allowed_BV.repeat_interleave(states_BLD.shape[1], 0)
-            logits_RV = logits_RV.masked_fill(~allowed_RV, -math.inf)
+        row_R = torch.arange(len(texts), device=self._device).repeat_interleave(states_BLD.shape[1])
+
+        def logits(rows: slice) -> Tensor:
+            logits_RV = predictor.logits(states_BLD.flatten(0, 1)[rows])
+            if columns.allowed_BV is None:
+                return logits_RV
+            return logits_RV.masked_fill(~columns.allowed_BV[row_R[rows]], -math.inf)
+
         written_R = written_BL[:, PROMPT_LENGTH:].flatten().contiguous()
         places_R = torch.searchsorted(columns.ids_V, written_R).clamp(max=len(columns.ids_V) - 1)
-        columns_RM, logprobs_RM, written_logprobs_R = read(logits_RV, places_R, CHOICES)
+        columns_RM, logprobs_RM, own_R = read(logits, places_R, CHOICES, at_once=_LOOKED_AT_ONCE)
         # A word of the lexicon may have tokens that the language's list has not.
-        written_logprobs_R = written_logprobs_R.masked_fill(columns.ids_V[places_R] != written_R, -math.inf)
-        thoughts, logprobs_BL = Thoughts(columns.ids_V[columns_RM], logprobs_RM), written_logprobs_R
+        own_R = own_R.masked_fill(columns.ids_V[places_R] != written_R, -math.inf)
         shape = states_BLD.shape[:2]
-        return looks(texts, Thoughts(*(part.unflatten(0, shape) for part in thoughts)), logprobs_BL.unflatten(0, shape))
+        thoughts = Thoughts(columns.ids_V[columns_RM].unflatten(0, shape), logprobs_RM.unflatten(0, shape))
+        return looks(texts, thoughts, own_R.unflatten(0, shape))
 
     @torch.no_grad()
     def _detect(self, batch: Sequence[Window], predictor: DecoderPredictor) -> list[str]:

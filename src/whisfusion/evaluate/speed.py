@@ -22,9 +22,9 @@ from whisfusion.environment import machine
 from whisfusion.errors import OptionError
 from whisfusion.evaluate.speed_set import SpeedClip, misheard
 from whisfusion.normalise import normalise
-from whisfusion.pdd import PDDOptions, Step
+from whisfusion.pdd import PDDOptions
 from whisfusion.selection import Pool, WhisperRerank
-from whisfusion.systems import DiffusionSystem, LookAt
+from whisfusion.systems import DiffusionSystem
 from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
 from whisfusion.train.flops import encoder_flops
 from whisfusion.train.recipes import trial
@@ -143,15 +143,8 @@ class Rehearsal(DiffusionSystem):
                 texts = [misheard(clip.text, rng) for _ in range(MOST_CANDIDATES)]
                 self._scripts[clip.text] = _Script(len(get_tokenizer().encode(clip.text)), texts)
 
-    def _select(
-        self,
-        pools: Sequence[Pool],
-        steps: Sequence[Step],
-        canvas_B: Sequence[int],
-        options: DecodingOptions,
-        look: LookAt | None = None,
-    ) -> list[Heard]:
-        return super()._select([self._scripted(pool) for pool in pools], steps, canvas_B, options, look)
+    def _select(self, pools: Sequence[Pool], *rest: Any, **more: Any) -> list[Heard]:
+        return super()._select([self._scripted(pool) for pool in pools], *rest, **more)
 
     def _scripted(self, pool: Pool) -> Pool:
         script = self._scripts.get(pool.reference or "")
