@@ -60,6 +60,7 @@ def tiny_clip_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         anchor_parts=2,
         adapter=2,
         stride=2,
+        reach=5,
         spells_every=1,
         drafts=True,
         canvas=Canvas("follow", 64),

@@ -33,6 +33,7 @@ KINDS = [
     WHISPER | {"adapter": 1, "stride": 2, "anchor_parts": 3},
     WHISPER | {"adapter": 1, "stride": 2, "every_frame": True},
     WHISPER | {"adapter": 3, "stride": 2, "spells_every": 1},
+    WHISPER | {"adapter": 2, "stride": 2, "reach": 5},
 ]
 
 
@@ -179,7 +180,7 @@ def test_anchors_start_as_large_as_token_embeddings_whatever_the_audio(loudness)
     assert size.tolist() == pytest.approx([decoder.embed.weight.norm(dim=-1).mean().item()] * 2, rel=0.1)
 
 
-@pytest.mark.parametrize("more", [{}, {"stride": 2, "every_frame": True}, {"spells_every": 1}])
+@pytest.mark.parametrize("more", [{}, {"stride": 2, "every_frame": True}, {"spells_every": 1}, {"reach": 3}])
 def test_an_adapter_starts_by_changing_nothing(more):
     audio, tokens = torch.randn(2, 30, 32), torch.randint(0, 50_000, (2, 16))
     with torch.no_grad():
@@ -205,6 +206,21 @@ def test_what_is_spelled_early_is_told_to_the_layers_above():
     assert after.bytes_BTV is not None
     assert torch.equal(after.earlier[0], before.earlier[0])
     assert (after.bytes_BTV - before.bytes_BTV).abs().max() > 1e-3
+
+
+def test_a_convolution_hears_as_far_as_it_reaches_and_no_further_than_the_clip():
+    adapted = small(**(WHISPER | {"adapter": 1, "reach": 5})).requires_grad_(False)
+    adapted.adapter.nearby[0].out.weight.copy_(torch.eye(32))
+    near = adapted.adapter.nearby[0]
+    audio, heard = torch.randn(1, 30, 32), torch.arange(30)[None] < 20
+    other = audio.clone()
+    other[0, 10] = torch.randn(32)
+    changed = (near(audio, heard) != near(other, heard)).any(-1)[0]
+    assert changed.nonzero().flatten().tolist() == [8, 9, 10, 11, 12]
+    beyond = audio.clone()
+    beyond[0, 20:] = 7.0
+    assert torch.equal(near(audio, heard)[:, :20], near(beyond, heard)[:, :20])
+    assert (near(audio, heard)[:, :20] - near(audio[:, :20], None)).abs().max() < FLOAT32_TOLERANCE
 
 
 def test_a_stride_hears_the_mean_of_the_frames_that_are_there():

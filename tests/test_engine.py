@@ -61,7 +61,7 @@ MODELS = {
         detects_language=True,
     ),
     "ours, adapter": ModelConfig(
-        decoder=dataclasses.replace(OURS, adapter=2, stride=2, spells_every=1, drafts=True, tied=False),
+        decoder=dataclasses.replace(OURS, adapter=2, stride=2, reach=3, spells_every=1, drafts=True, tied=False),
         encoder=TINY_ENCODER,
         window="clip",
     ),

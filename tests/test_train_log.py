@@ -118,12 +118,18 @@ def test_other_ranks_are_silent():
 
 
 @pytest.mark.parametrize(
-    ("block", "adapter", "stride"),
-    [("paper", "0", "1"), ("whisper", "0", "1"), ("paper", "2", "1"), ("paper", "2", "2")],
+    ("block", "adapter", "stride", "reach"),
+    [
+        ("paper", "0", "1", "0"),
+        ("whisper", "0", "1", "0"),
+        ("paper", "2", "1", "0"),
+        ("paper", "2", "2", "0"),
+        ("paper", "2", "2", "5"),
+    ],
 )
-def test_flops_are_those_that_torch_counts(block, adapter, stride):
+def test_flops_are_those_that_torch_counts(block, adapter, stride, reach):
     """Against torch's own counter, which sees every matrix product of a real step."""
-    shape = {"decoder.block": block, "decoder.adapter": adapter, "decoder.stride": stride}
+    shape = {"decoder.block": block, "decoder.adapter": adapter, "decoder.stride": stride, "decoder.reach": reach}
     recipe = small_recipe(**shape, decoder__tied="false", decoder__layers="2")
     trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
     predicted = []

@@ -142,3 +142,39 @@ def test_spec_augment_blanks_bands_and_spans_inside_the_clip():
 def test_no_bands_and_no_spans_change_nothing():
     mel_BMF = torch.rand(2, 40, 60)
     assert spec_augment(mel_BMF, torch.tensor([60, 50]), SpecAugment(), torch.zeros(2, 0)) is mel_BMF
+
+
+def changed(mel_BMF: torch.Tensor, frames: list[int], uniforms: list[float], **options: float) -> torch.Tensor:
+    uniforms_BN = torch.tensor([uniforms] * len(frames))
+    return spec_augment(mel_BMF, torch.tensor(frames), SpecAugment(**options), uniforms_BN)
+
+
+def test_a_warp_reads_bins_from_further_up_or_down():
+    mel_BMF = torch.arange(10.0)[None, :, None].expand(2, 10, 7)
+    up_BMF = changed(mel_BMF, [7, 7], [1.0, 0.5, 0.5, 0.5], warp=0.2)
+    down_BMF = changed(mel_BMF, [7, 7], [0.0, 0.5, 0.5, 0.5], warp=0.2)
+    assert torch.allclose(up_BMF[0, :, 0], (1.2 * torch.arange(10.0)).clamp(max=9))
+    assert torch.allclose(down_BMF[0, :, 0], 0.8 * torch.arange(10.0))
+    assert torch.equal(changed(mel_BMF, [7, 7], [0.5, 0.5, 0.5, 0.5], warp=0.2), mel_BMF)
+
+
+def test_a_tilt_is_in_decibel():
+    mel_BMF = torch.zeros(1, 11, 4)
+    tilted_BMF = changed(mel_BMF, [4], [0.5, 1.0, 0.5, 0.5], tilt=8)
+    # Whisper's spectrograms are a quarter of the power of ten.
+    assert torch.allclose(40 * tilted_BMF[0, :, 0], torch.linspace(-4, 4, 11), atol=1e-5)
+
+
+def test_a_background_is_another_clip_so_far_below_and_ends_with_it():
+    power_BMF = torch.full((3, 2, 5), 1e-6)
+    power_BMF[0, 0, 1], power_BMF[1, 1, 3], power_BMF[2, 0, 0] = 1.0, 10.0, 100.0
+    mel_BMF = power_BMF.log10() / 4 + 1
+    # 12 dB below, and at a uniform of a half 21.
+    mixed_BMF = changed(mel_BMF, [5, 5, 0], [0.5, 0.5, 0.0, 0.5], mix=1.0)
+    mixed = 10 ** (4 * mixed_BMF.double() - 4)
+    below = 10**-2.1
+    assert torch.allclose(mixed[1, 0, 1], torch.tensor(1e-6 + 10 * below, dtype=torch.float64), rtol=1e-4)
+    # The last one could not be read: it is heard behind nobody, and nobody's numbers are spoilt.
+    assert torch.allclose(mixed[0], power_BMF[0].double(), rtol=1e-4)
+    assert mixed_BMF.isfinite().all()
+    assert torch.allclose(changed(mel_BMF, [5, 5, 5], [0.5, 0.5, 0.9, 0.5], mix=0.5), mel_BMF, atol=1e-6)

@@ -72,6 +72,19 @@ def test_a_model_without_drafts_can_learn_to_take_them(tiny_model):
     assert all(torch.equal(value, start[name]) for name, value in loaded.items())
 
 
+def test_an_adapter_can_be_given_convolutions(tiny_clip_model):
+    loaded = checkpoint.load(tiny_clip_model, dtype=torch.float32)
+    bare = replace(loaded.config, decoder=replace(loaded.config.decoder, reach=0))
+    state = {name: value for name, value in loaded.decoder.state_dict().items() if ".nearby." not in name}
+    folder = checkpoint.save(tiny_clip_model / "bare", bare, state, encoder=loaded.encoder.state_dict())
+    recipe = RECIPES["finetune"]()
+    recipe = adopt(replace(recipe, decoder=replace(recipe.decoder, adapter=2, reach=7)), str(folder))
+    assert recipe.decoder.reach == 7
+    start = starting_point(recipe, str(folder)).decoder
+    assert all(torch.equal(value.bfloat16(), start.state_dict()[name].bfloat16()) for name, value in state.items())
+    assert not any(nearby.out.weight.any() for nearby in start.adapter.nearby)
+
+
 def test_a_fine_tuned_model_keeps_what_it_knew(tiny_clip_model, tmp_path):
     settings = {"steps": "2", "warmup_steps": "1", "sampler.utterances": "8", "learning_rate": "1e-4"}
     args = TrainArgs("finetune", data=(str(CLIPS),), out=tmp_path / "run", settings=settings, device="cpu", workers=1)

@@ -7,6 +7,7 @@ from small_run import small_recipe
 
 from whisfusion.data.batch import Batch, make_targets
 from whisfusion.encoder import audio_mask
+from whisfusion.errors import OptionError
 from whisfusion.tokenizer import MASK
 from whisfusion.train import schedule
 from whisfusion.train.config import Recipe
@@ -181,6 +182,29 @@ def test_an_adapter_learns_to_spell(stride, early):
         trainer.step((batch,))
     assert 0 < trainer.read().ctc < first
     assert trainer_of(small_recipe()).decoder.config.adapter == 0
+
+
+def test_the_adapter_can_learn_alone():
+    recipe = {"decoder.adapter": "2", "decoder.stride": "2", "decoder.reach": "3", "decoder.spells_every": "1"}
+    trainer = trainer_of(small_recipe(**recipe, learns="adapter", learning_rate="3e-3", warmup_steps="0"))
+    before = {name: value.clone() for name, value in trainer.decoder.state_dict().items()}
+    batch = batch_of([0, 1])
+    trainer.step((batch,))
+    first = trainer.read().ctc
+    for _ in range(30):
+        trainer.skip_to(5)
+        trainer.step((batch,))
+    readings = trainer.read()
+    assert 0 < readings.ctc < first
+    assert readings.loss == readings.quantity == 0
+    after = trainer.decoder.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name in before if name.startswith("adapter.")}
+
+
+def test_there_must_be_an_adapter_to_learn_alone():
+    with pytest.raises(OptionError, match=r"decoder\.adapter"):
+        small_recipe(learns="adapter")
 
 
 @pytest.mark.parametrize("stride", ["1", "2"])

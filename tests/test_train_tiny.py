@@ -60,6 +60,15 @@ def test_with_the_audio_shuffled_it_fails(heard, clips):
     assert word_error_rate(shuffled, [clip.text for clip in clips]) > 0.8
 
 
+def test_an_adapter_that_learns_alone_is_judged_by_its_spelling(tmp_path):
+    settings = {"decoder.adapter": "1", "decoder.reach": "3", "learns": "adapter", "steps": "4", "warmup_steps": "1"}
+    data = (str(CLIPS),)
+    assert main(TrainArgs(recipe="tiny", data=data, dev=data, out=tmp_path, device="cpu", settings=settings))
+    [dev] = read_csv(tmp_path / "dev.csv")
+    # It has learned nothing yet, and what it spells is not words.
+    assert dev["wer"] >= 0.9
+
+
 def test_the_dev_set_was_read_during_training(run):
     assert read_csv(run / "dev.csv")[-1]["wer"] < 0.05
     assert "heard: yellow monkeys" in (run / "samples" / "step-00000220.txt").read_text()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from whisfusion.blocks import RMSNorm, Rotation, Stack, paper_block, whisper_block
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.memory import Adapter, Anchors, AudioMemory
+from whisfusion.memory import Adapter, Anchors, AudioMemory, Nearby
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, VOCAB_SIZE, embedding_rows
 
 
@@ -56,6 +56,8 @@ class DecoderConfig:
     """Layers between encoder and decoder that learn, with a CTC loss of their own. Ours; none in the paper."""
     stride: int = 1
     """Frames of the encoder that the adapter makes one position of."""
+    reach: int = 0
+    """Positions that a convolution before each of the adapter's layers hears at a time; 0: there are none."""
     every_frame: bool = False
     """Whether what the adapter adds is given to each of them, so that the decoder hears as many positions as ever."""
     spells_every: int = 0
@@ -78,6 +80,8 @@ class DecoderConfig:
             problems.append(f"decoder adapter must be a number of layers, not {self.adapter}")
         if self.stride < 1 or (self.stride > 1 and not self.adapter):
             problems.append(f"decoder stride must be 1, or more with an adapter, not {self.stride}")
+        if self.reach < 0 or (self.reach and (not self.adapter or self.reach % 2 == 0)):
+            problems.append(f"decoder reach must be 0, or with an adapter an odd number, not {self.reach}")
         if self.spells_every < 0 or (self.spells_every and (not self.adapter or self.every_frame)):
             problems.append(
                 f"decoder spells_every must be 0, or with an adapter without every_frame more, not {self.spells_every}"
@@ -145,6 +149,7 @@ class DiffusionDecoder(nn.Module):
                 config.adapter,
                 stride=config.stride,
                 every_frame=config.every_frame,
+                reach=config.reach,
                 spells_every=config.spells_every,
                 dropout=config.dropout,
             )
@@ -177,6 +182,9 @@ class DiffusionDecoder(nn.Module):
                 for block in self.adapter.blocks:
                     for output in (block.self_attn.out, block.ffn.down):
                         output.weight.zero_()
+                for nearby in self.adapter.nearby:
+                    assert isinstance(nearby, Nearby)
+                    nearby.out.weight.zero_()
             if self.config.drafts:
                 self.draft.weight.zero_()
             if self.config.anchors:
@@ -218,12 +226,17 @@ class DiffusionDecoder(nn.Module):
         canvas_B: Tensor | None = None,
     ) -> tuple[Tensor, AudioMemory]:
         """What keys and values are made of (B, T, D), and the memory as it is before they are made: see `listen`."""
-        bytes_BTV, earlier = None, []
-        if self.config.adapter:
-            audio_BTD, heard_BT, (*earlier, bytes_BTV) = self.adapter(audio_BTD, heard_BT)
-        memory_BTD = self.project(audio_BTD)
-        own = AudioMemory([], heard_BT, audio_BTD, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
+        own = self.hear(audio_BTD, heard_BT)
+        assert own.audio_BTE is not None
+        memory_BTD = self.project(own.audio_BTE)
         return memory_BTD, self.cut(own, positions=positions, counts_B=counts_B, canvas_B=canvas_B)
+
+    def hear(self, audio_BTD: Tensor, heard_BT: Tensor | None = None) -> AudioMemory:
+        """The memory as it is before anything is made of it for the canvas: what the adapter hears and spells."""
+        if not self.config.adapter:
+            return AudioMemory([], heard_BT, audio_BTD)
+        audio_BTD, heard_BT, (*earlier, bytes_BTV) = self.adapter(audio_BTD, heard_BT)
+        return AudioMemory([], heard_BT, audio_BTD, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
 
     def cut(
         self, memory: AudioMemory, *, positions: int, counts_B: Tensor | None = None, canvas_B: Tensor | None = None

@@ -46,17 +46,42 @@ class AudioMemory:
         return [own_TV[:count] for own_TV, count in zip(self.bytes_BTV, self.spelled_positions().tolist(), strict=True)]
 
 
+class Nearby(nn.Module):
+    """What is heard just before and after each position: a gated convolution of every channel by itself.
+
+    Attention without positions finds what is alike, not what is next; letters are told apart by what is next to them.
+    It is the convolution of a Conformer, with a layer norm in the place of its batch norm.
+    """
+
+    def __init__(self, width: int, reach: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.beside = nn.Conv1d(width, width, reach, padding=reach // 2, groups=width)
+        self.beside_norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, present_BT: Tensor | None) -> Tensor:
+        """`x_BTD`, and what is to be added to it."""
+        h_BTD = F.glu(self.gate(self.norm(x_BTD)))
+        if present_BT is not None:
+            # What other clips of a batch need room for is no sound.
+            h_BTD = h_BTD * present_BT[..., None]
+        h_BTD = self.beside(h_BTD.transpose(1, 2)).transpose(1, 2)
+        return x_BTD + self.dropout(self.out(F.silu(self.beside_norm(h_BTD))))
+
+
 class Adapter(nn.Module):
     """Turns features made for a decoder that walks through them into features that can be read anywhere at once.
 
     A convolution and bidirectional blocks, added to what the encoder says; they start by adding nothing. CTC on the
     bytes of the transcript teaches them where in the audio each letter is. With a stride the blocks hear the mean of
     as many frames at a time, and so does the decoder, unless what they add is given to each frame (`every_frame`); CTC
-    spells at every frame in either case. Blocks can be told how those before them would spell (self-conditioned CTC).
+    spells at every frame in either case. Before each block, `reach` positions can be heard by a convolution. Blocks can
+    be told how those before them would spell (self-conditioned CTC).
     """
 
     def __init__(
-        self, width: int, layers: int, *, stride: int, every_frame: bool, spells_every: int, dropout: float
+        self, width: int, layers: int, *, stride: int, every_frame: bool, reach: int, spells_every: int, dropout: float
     ) -> None:
         super().__init__()
         self.stride, self.every_frame, self.spells_every = stride, every_frame, spells_every
@@ -66,6 +91,7 @@ class Adapter(nn.Module):
             whisper_block(width, max(1, width // 64), hidden=4 * width, cross=False, dropout=dropout)
             for _ in range(layers)
         )
+        self.nearby = nn.ModuleList(Nearby(width, reach, dropout) for _ in range(layers if reach else 0))
         self.ctc = nn.Linear(width, CLASSES if every_frame else stride * CLASSES)
         if spells_every:
             self.told = nn.Linear(stride * CLASSES, width, bias=False)
@@ -80,6 +106,8 @@ class Adapter(nn.Module):
         mask = None if present_BT is None else present_BT[:, None, None, :]
         spelled = []
         for number, block in enumerate(self.blocks, 1):
+            if self.nearby:
+                x_BTD = self.nearby[number - 1](x_BTD, present_BT)
             x_BTD = block(x_BTD, self_mask=mask)
             if self.spells_every and number < len(self.blocks) and number % self.spells_every == 0:
                 spelled.append(self._spell(x_BTD))

@@ -52,6 +52,8 @@ class Recipe:
     """Bands and spans of the spectrogram that are blanked out."""
 
     # The objective.
+    learns: Literal["all", "adapter"] = "all"
+    """"adapter": it alone learns, by its CTC loss, and the decoder is not run; the dev set is read as it spells."""
     masks: tuple[MaskStage, ...] = ((0.0, 0.0, 1.0),)
     """(start, low, high): from this share of the run on, mask ratios are drawn from U(low, high)."""
     ahead: float = 0.0
@@ -169,6 +171,8 @@ class Recipe:
                 f"decoder.audio_width {self.decoder.audio_width} is not the random encoder's "
                 f"width {self.random_encoder.width}"
             )
+        if self.learns == "adapter" and not self.decoder.adapter:
+            problems.append("learns 'adapter' needs a decoder with an adapter: give decoder.adapter")
         if self.feeder == "bank" and self.noise:
             problems.append("noise is for the stream feeder: a bank holds spectrograms")
         if self.feeder == "bank" and self.window != "clip":
@@ -198,6 +202,7 @@ _LEAST = {
 }
 _CHOICES = {
     "start": ("random", "whisper"),
+    "learns": ("all", "adapter"),
     "window": ("padded", "clip"),
     "text_style": ("normalised", "written"),
     "feeder": ("stream", "bank"),

@@ -1,5 +1,6 @@
 """How well the averaged weights read the dev set: decoded as users will but for repair, scored as everything is."""
 
+import functools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 
 from whisfusion.checkpoint import Model, ModelConfig
+from whisfusion.ctc import greedy_texts
 from whisfusion.data.batch import Failure
 from whisfusion.data.utterance import Utterance, load_samples
 from whisfusion.decoder import DiffusionDecoder
-from whisfusion.encoder import WhisperEncoder
+from whisfusion.encoder import WhisperEncoder, audio_mask
 from whisfusion.errors import AudioError
+from whisfusion.mel import log_mel
 from whisfusion.normalise import edit_distance, units
-from whisfusion.pdd import PDDOptions
 from whisfusion.systems import DiffusionSystem
+from whisfusion.train.config import Recipe
 from whisfusion.train.ema import Ema
 from whisfusion.train.parallel import Ranks
 from whisfusion.transcriber import Transcriber
@@ -88,40 +91,62 @@ class DevSet:
         self.failures = [failure for part in ranks.gather(failures) for failure in part]
         """Clips that could not be read, and are left out."""
 
-    def evaluate(self, config: ModelConfig, encoder: WhisperEncoder, ema: Ema, options: PDDOptions) -> DevResult:
-        """Read every clip with the averaged weights; all ranks must call it together."""
+    def evaluate(self, config: ModelConfig, encoder: WhisperEncoder, ema: Ema, recipe: Recipe) -> DevResult:
+        """Read every clip with the averaged weights as the recipe says; all ranks must call it together."""
         averages = ema.full()
         with torch.device("meta"):
             decoder = DiffusionDecoder(config.decoder)
         dtype = encoder.positions.dtype
         decoder.load_state_dict({name: value.to(dtype) for name, value in averages.items()}, assign=True)
-        model = Model(config, decoder.requires_grad_(False).eval(), encoder, options)
+        model = Model(config, decoder.requires_grad_(False).eval(), encoder, recipe.dev)
+        read = functools.partial(_spelled, model) if recipe.learns == "adapter" else functools.partial(_written, model)
         # Windows of the dev set have shapes of their own: compiling the encoder for each would take minutes.
         with torch.compiler.set_stance("force_eager"):
-            rows = self._read(Transcriber(DiffusionSystem(model)))
+            rows = self._read(read)
         return DevResult(tuple(clip for part in self._ranks.gather(rows) for clip in part))
 
-    def _read(self, transcriber: Transcriber) -> list[DevClip]:
+    def _read(self, read: Callable[[list[np.ndarray], str], list[str]]) -> list[DevClip]:
         by_language: dict[str, list[tuple[Utterance, np.ndarray]]] = defaultdict(list)
         for clip in self._clips:
             by_language[clip[0].language].append(clip)
         clips = []
         for language, pairs in by_language.items():
-            # Repair is work for the host: a GPU would wait for it, and curves are of what the decoder writes itself.
-            heard = transcriber.transcribe(
-                [samples for _, samples in pairs], language=language, batch_size=_BATCH, repair=False
-            )
-            for (utterance, _), transcript in zip(pairs, heard, strict=True):
-                reference, hypothesis = units(utterance.text, language), units(transcript.text, language)
+            for (utterance, _), heard in zip(pairs, read([samples for _, samples in pairs], language), strict=True):
+                reference, hypothesis = units(utterance.text, language), units(heard, language)
                 clips.append(
                     DevClip(
                         id=utterance.id,
                         language=language,
                         dataset=utterance.dataset,
                         said=utterance.text,
-                        heard=transcript.text,
+                        heard=heard,
                         edits=edit_distance(hypothesis, reference),
                         length=len(reference),
                     )
                 )
         return clips
+
+
+def _written(model: Model, clips: list[np.ndarray], language: str) -> list[str]:
+    """As users will read them, but for repair: that is work for the host, for which a GPU would wait."""
+    transcriber = Transcriber(DiffusionSystem(model))
+    heard = transcriber.transcribe([*clips], language=language, batch_size=_BATCH, repair=False)
+    return [transcript.text for transcript in heard]
+
+
+@torch.inference_mode()
+def _spelled(model: Model, clips: list[np.ndarray], _: str) -> list[str]:
+    """As the adapter spells them by itself."""
+    encoder, texts = model.encoder, []
+    for first in range(0, len(clips), _BATCH):
+        mel = log_mel(
+            clips[first : first + _BATCH],
+            n_mels=encoder.config.mels,
+            window=model.config.window,
+            device=encoder.positions.device,
+        )
+        audio_BTD = encoder(mel.mel_BMF.to(encoder.positions.dtype), mel.frames_B)
+        memory = model.decoder.hear(audio_BTD, audio_mask(mel.frames_B, audio_BTD.shape[1]))
+        assert memory.bytes_BTV is not None
+        texts += greedy_texts(memory.bytes_BTV, memory.spelled_positions())
+    return texts

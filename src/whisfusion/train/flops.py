@@ -45,6 +45,8 @@ def decoder_flops(
         heard = config.audio_width
         adapter = audio * heard * ((2 * config.stride + 2) * heard + config.stride * CLASSES)
         adapter += config.adapter * audio * heard * (12 * heard + 2 * audio)
+        if config.reach:
+            adapter += config.adapter * audio * heard * (3 * heard + config.reach)
         if config.spells_every:
             earlier = (config.adapter - 1) // config.spells_every
             adapter += earlier * audio * heard * 2 * config.stride * CLASSES

@@ -123,7 +123,7 @@ class Run:
         trainer, progress = self.state.trainer, self.state.progress
         if self.dev is None:
             return
-        result = self.dev.evaluate(self.config, trainer.encoder, trainer.ema, trainer.recipe.dev)
+        result = self.dev.evaluate(self.config, trainer.encoder, trainer.ema, trainer.recipe)
         self.log.dev(trainer.step_number, result)
         sets = ", ".join(f"{name} {100 * rate:.2f}" for name, rate in result.by_dataset.items())
         self.display.say(f"step {trainer.step_number}: dev WER {100 * result.rate:.2f} % ({sets})")

@@ -47,7 +47,11 @@ def adopt(recipe: Recipe, model: str) -> Recipe:
             config.decoder,
             dropout=recipe.decoder.dropout,
             drafts=config.decoder.drafts or recipe.decoder.drafts,
-            spells_every=config.decoder.spells_every or recipe.decoder.spells_every * (config.decoder.adapter > 0),
+            **{
+                name: getattr(config.decoder, name) or getattr(recipe.decoder, name)
+                for name in ("reach", "spells_every")
+                if config.decoder.adapter
+            },
         ),
         encoder=config.encoder_name,
         random_encoder=config.encoder if bundled else None,
@@ -63,6 +67,7 @@ def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
         folder = hub.resolve(init_from)
         model = checkpoint.load(folder, dtype=torch.float32)
         decoder = DiffusionDecoder(recipe.decoder)
+        decoder.reset_parameters(torch.Generator().manual_seed(mix(recipe.seed, "decoder")))
         # A part that the model does not have yet starts by adding nothing.
         decoder.load_state_dict(decoder.state_dict() | model.decoder.state_dict())
         bundled = any(name.startswith("encoder") for name in checkpoint.read_config(folder)[1])

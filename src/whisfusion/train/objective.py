@@ -49,16 +49,19 @@ class Objective(nn.Module):
         self,
         decoder: DiffusionDecoder,
         *,
+        hears_only: bool = False,
         label_smoothing: float = 0.0,
         languages: bool = False,
         placing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """`languages`: whether masked language tokens are predicted. `placing`: whether CTC tells the anchors where
-        tokens are. `compiled`: whether to fuse head and loss.
+        """`hears_only`: whether the adapter's CTC is all there is to the loss. `languages`: whether masked language
+        tokens are predicted. `placing`: whether CTC tells the anchors where tokens are. `compiled`: whether to fuse
+        head and loss.
         """
         super().__init__()
         self.decoder = decoder
+        self.hears_only = hears_only
         self.label_smoothing = label_smoothing
         self.languages = languages
         self.placing = placing
@@ -68,6 +71,10 @@ class Objective(nn.Module):
     def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked, ahead: Tensor | None = None) -> Terms:
         """`heard_BT` is None where every audio position counts; `ahead` is the decoder's."""
         decoder, config = self.decoder, self.decoder.config
+        if self.hears_only:
+            ctc, _ = _spelling_loss(decoder.hear(audio_BTD, heard_BT), masked, placing=False)
+            nothing = torch.zeros_like(ctc)
+            return Terms(nothing, nothing, nothing, ctc, nothing, nothing.new_zeros(BINS))
         memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
         # A canvas that is always full needs no mask, and attention without one is faster.
         canvas_BL = None if config.canvas.rule == "fixed" else masked.canvas_BL

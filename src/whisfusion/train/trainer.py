@@ -65,11 +65,16 @@ class Trainer:
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.encoder = encoder.to(ranks.device, self.dtype)
         self.decoder = decoder.to(ranks.device).train()
+        hears_only = recipe.learns == "adapter"
+        if hears_only:
+            decoder.requires_grad_(False).adapter.requires_grad_(True)
         prepare_blocks(self.encoder.blocks, compiled=recipe.compile)
-        for blocks in [decoder.blocks, *([decoder.adapter.blocks] if decoder.config.adapter else [])]:
+        adapter = [decoder.adapter.blocks, decoder.adapter.nearby] if decoder.config.adapter else []
+        for blocks in [decoder.blocks, *adapter]:
             prepare_blocks(blocks, compiled=recipe.compile, checkpointed=recipe.checkpoint_activations)
         self.objective = Objective(
             decoder,
+            hears_only=hears_only,
             label_smoothing=recipe.label_smoothing,
             languages=recipe.language_share > 0,
             placing=recipe.placing_weight > 0 and decoder.config.anchors,
