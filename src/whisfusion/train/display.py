@@ -117,6 +117,7 @@ def describe(readings: Readings, speed: Speed, hours: float) -> str:
     """The numbers that a person watches, in one line."""
     parts = [
         f"loss {readings.loss:.3f}",
+        *([f"ctc {readings.ctc:.3f}"] if readings.ctc else []),
         f"{speed.ms_per_step:.0f} ms/step",
         f"{speed.utterances_per_second:.0f} utt/s",
         f"{hours:.1f} h heard",

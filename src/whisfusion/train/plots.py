@@ -1,6 +1,5 @@
 """Curves of a run as PNG, from its log.csv and dev.csv."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,17 @@ def draw_plots(folder: Path) -> list[Path]:
     rows = read_csv(folder / "log.csv")
     steps = [row["step"] for row in rows]
     figure, axes = start("Training loss by mask ratio", "cross-entropy (nats per token)")
-    for place, column in enumerate(BIN_COLUMNS):
+
+    def curve(column: str, label: str, color: tuple[float, float, float], width: float) -> None:
         values = [row[column] for row in rows]
-        if not all(map(math.isnan, values)):
-            shade = 0.25 + 0.7 * place / len(BIN_COLUMNS)
-            axes.plot(steps, values, color=(0.2, 0.4, shade), linewidth=0.8, label=f"t from {column[5:]}")
-    axes.plot(steps, [row["loss"] for row in rows], color="black", linewidth=1.8, label="all")
+        # What a run does not learn from is 0 throughout, or never there.
+        if any(value > 0 for value in values):
+            axes.plot(steps, values, color=color, linewidth=width, label=label)
+
+    for place, column in enumerate(BIN_COLUMNS):
+        curve(column, f"t from {column[5:]}", (0.2, 0.4, 0.25 + 0.7 * place / len(BIN_COLUMNS)), 0.8)
+    curve("loss", "all", (0.0, 0.0, 0.0), 1.8)
+    curve("ctc", "the adapter's CTC (nats per letter)", (0.8, 0.3, 0.1), 1.2)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

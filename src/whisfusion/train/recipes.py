@@ -141,14 +141,14 @@ def base_stage1() -> Recipe:
         decoder=replace(trial().decoder, adapter=4, stride=2, reach=15, spells_every=2, drafts=True),
         # Two hundred hours are learned by heart after a few dozen times: no draw should sound like the last one.
         spec_augment=SpecAugment(
-            bands=2, band_bins=20, spans=4, span_frames=50, span_share=0.08, warp=0.1, tilt=6.0, mix=0.25
+            bands=2, band_bins=16, spans=3, span_frames=40, span_share=0.08, warp=0.08, tilt=6.0, mix=0.15
         ),
         text_style="written",
         filters=FilterOptions(),
         # English first: the others have far less speech, most of it synthetic.
         sampler=replace(trial().sampler, language_alpha=0.8, dataset_alpha=0.7),
         masks=((0.0, 0.0, 1.0),),
-        ctc_weight=0.5,
+        ctc_weight=2.0,
         placing_weight=1.0,
         language_share=0.1,
         steps=10_000,
