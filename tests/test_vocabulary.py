@@ -10,7 +10,7 @@ import whisfusion
 from whisfusion.checkpoint import add_vocabulary, load, read_config
 from whisfusion.cli import main
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.tokenizer import ENDOFTEXT, SAMPLEABLE, get_tokenizer
+from whisfusion.tokenizer import ENDOFTEXT, MASK, SAMPLEABLE, get_tokenizer
 from whisfusion.vocabulary import Vocabulary, token_list
 
 CPU = torch.device("cpu")
@@ -154,3 +154,24 @@ def test_the_command_takes_manifests_and_text(folder, tmp_path, make_manifest, c
     assert main(["vocabulary", str(folder), "--text", str(text)]) == 2
     assert main(["vocabulary", str(folder), "--text", f"fr={text}"]) == 2
     assert "does not know 'fr'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [["--int8"], []])
+def test_embeddings_that_nobody_needs_can_be_dropped(folder, tmp_path, capsys, form):
+    assert main(["export", str(folder), "--out", str(tmp_path / "no"), "--drop_unused"]) == 2
+    assert "whisfusion vocabulary" in capsys.readouterr().err
+    vocabulary = Vocabulary({"de": random_list(1), "en": random_list(2), "ja": []})
+    add_vocabulary(folder, vocabulary)
+    whole, small = tmp_path / "whole", tmp_path / "small"
+    for out, more in ((whole, []), (small, ["--drop_unused"])):
+        assert main(["export", str(folder), "--out", str(out), "--encoder", *form, *more]) == 0
+    sizes = [sum(file.stat().st_size for file in out.glob("model*")) for out in (whole, small)]
+    assert sizes[1] < 0.8 * sizes[0]
+    before, after = (load(out, dtype=torch.float32).decoder.state_dict() for out in (whole, small))
+    tokens = vocabulary.tokens()
+    assert {MASK, ENDOFTEXT, *get_tokenizer().prompt("ja"), *vocabulary["de"].tolist()} <= {*tokens.tolist()}
+    assert torch.equal(after["embed.weight"][tokens], before["embed.weight"][tokens])
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if name != "embed.weight")
+    dropped = torch.ones(len(before["embed.weight"]), dtype=torch.bool).index_fill(0, tokens, value=False)
+    mean = before["embed.weight"][tokens].mean(0)
+    assert (after["embed.weight"][dropped] - mean).abs().max() < 1e-5

@@ -29,6 +29,10 @@ FORMAT = 1
 """Raised when an older folder would be read wrongly."""
 
 _FILE_BYTES = 4 << 30
+_BY_TOKEN = ("embed.weight", "head.weight")
+"""Matrices of a decoder that have a row for each token."""
+_TOKENS = "tokens"
+"""The name under which the rows that are stored are listed, where that is not all of them."""
 _VOCABULARY = "vocabulary.safetensors"
 _LEXICON = "lexicon.safetensors"
 
@@ -97,12 +101,14 @@ def save(
     generation: PDDOptions | None = None,
     dtype: torch.dtype = torch.bfloat16,
     int8: bool = False,
+    tokens: Tensor | None = None,
     file_bytes: int = _FILE_BYTES,
 ) -> Path:
     """Write a model folder from state dicts, replacing the files of one that is there.
 
     Floats are stored as `dtype`, in files of at most `file_bytes` where no single tensor is larger; with `int8`,
     matrices as whole numbers and one scale per row. Without `encoder` the folder names the Whisper to take it from.
+    Of `tokens` alone, where they are given, embeddings are stored: for a model whose vocabulary has no others.
     """
     from safetensors.torch import save_file
 
@@ -112,6 +118,8 @@ def save(
         for stale in folder.glob(f"{stem}.safetensors"):
             stale.unlink()
     files: dict[str, str] = {}
+    if tokens is not None:
+        decoder = _only(decoder, tokens)
     for stem, state in (("model", decoder), ("encoder", encoder or {})):
         stored = {
             name: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
@@ -168,7 +176,7 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
         decoder = DiffusionDecoder(config.decoder)
         encoder = WhisperEncoder(config.encoder)
     stored = _tensors(folder, "model", files)
-    _fill(decoder, dequantise(stored), folder, device, dtype)
+    _fill(decoder, _all_tokens(dequantise(stored), config.decoder.vocab_size), folder, device, dtype)
     has_encoder = any(name.startswith("encoder") for name in files)
     encoder_state = dequantise(_tensors(folder, "encoder", files)) if has_encoder else _published_encoder(config)
     _fill(encoder, encoder_state, folder, device, dtype)
@@ -210,6 +218,24 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     """Hex sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _only(state: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """A decoder's state with what it knows of some tokens alone, and which these are."""
+    own = {name: state[name][tokens] for name in _BY_TOKEN if name in state}
+    return {**state, **own, _TOKENS: tokens.to(torch.int32)}
+
+
+def _all_tokens(state: Mapping[str, Tensor], vocabulary: int) -> dict[str, Tensor]:
+    """What `_only` was given; a token of which nothing was kept is as the others are on average."""
+    state = dict(state)
+    tokens = state.pop(_TOKENS, None)
+    if tokens is not None:
+        for name in _BY_TOKEN:
+            if name in state:
+                own_ND = state[name].float()
+                state[name] = own_ND.mean(0).repeat(vocabulary, 1).index_copy(0, tokens.long(), own_ND)
+    return state
 
 
 def _published_encoder(config: ModelConfig) -> Mapping[str, Tensor]:

@@ -45,7 +45,7 @@ def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     for name, value in state.items():
         value = value.detach().cpu()
         if value.dim() < 2:
-            stored[name] = value.to(dtype)
+            stored[name] = value.to(dtype) if value.is_floating_point() else value
             continue
         whole, scale = quantise_rows(value.float().flatten(1))
         stored[name + _INT8] = whole.view_as(value)

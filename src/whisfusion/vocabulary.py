@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, SAMPLEABLE, get_tokenizer
+from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, SAMPLEABLE, TIMESTAMP_BEGIN, get_tokenizer
 
 _BITS = 8
 
@@ -64,6 +64,11 @@ class Vocabulary(Mapping[str, Tensor]):
             return Columns(lists[languages[0]].to(device))
         allowed = {language: torch.isin(every_V, listed) for language, listed in lists.items()}
         return Columns(every_V.to(device), torch.stack([allowed[language] for language in languages]).to(device))
+
+    def tokens(self) -> Tensor:
+        """All ids that a model of these languages reads or writes: their own, those of prompts, and the mask."""
+        prompts_V = torch.arange(ENDOFTEXT, TIMESTAMP_BEGIN)
+        return torch.cat([*self._ids.values(), prompts_V, torch.tensor([MASK])]).unique()
 
     def missing(self, language: str, texts: Iterable[str]) -> float:
         """The share of the tokens of `texts` that cannot be written in `language`."""

@@ -16,6 +16,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model's name or folder")
     parser.add_argument("--out", metavar="FOLDER", required=True)
     parser.add_argument("--int8", action="store_true", help="matrices as whole numbers, with a scale per row")
+    parser.add_argument(
+        "--drop_unused", action="store_true", help="without the embeddings of tokens that its vocabulary does not have"
+    )
     parser.add_argument("--encoder", action="store_true", help="with the encoder, so that nothing else is needed")
     parser.add_argument(
         "--file_mib",
@@ -40,10 +43,13 @@ def run(arguments: Arguments) -> int:
     import torch
 
     from whisfusion import checkpoint, hub
+    from whisfusion.errors import OptionError
     from whisfusion.pdd import override_options
 
     model = checkpoint.load(hub.resolve(arguments.model), dtype=torch.float32)
     config = model.config
+    if arguments.drop_unused and model.vocabulary is None:
+        raise OptionError(f"{arguments.model} may write every token: limit it first with whisfusion vocabulary")
     if arguments.experimental is not None:
         config = replace(config, experimental=tuple(arguments.experimental.split(",")))
     folder = checkpoint.save(
@@ -53,6 +59,7 @@ def run(arguments: Arguments) -> int:
         encoder=model.encoder.state_dict() if arguments.encoder else None,
         generation=override_options(model.generation, pdd_arguments(arguments)),
         int8=arguments.int8,
+        tokens=model.vocabulary.tokens() if arguments.drop_unused and model.vocabulary is not None else None,
         file_bytes=int(arguments.file_mib * 2**20),
     )
     if model.vocabulary is not None:
