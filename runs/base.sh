@@ -12,10 +12,11 @@
 #           kerstin-de        Kerstin voice dataset, CC0
 #         and pseudo/, manifests and shards too: 139 h of Common Voice English (CC0) with Whisper-small's words as text
 # TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
-# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), espeak-ng (eSpeak NG).
+# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with Polish and
+# Portuguese voices (RHVoice), espeak-ng (eSpeak NG).
 set -euo pipefail
 speech=$(realpath "$1") text=$(realpath "$2") out=$(realpath -m "$3")
-stage1=${STAGE1_STEPS:-25000} stage2=${STAGE2_STEPS:-5000}
+hearing=${HEARING_STEPS:-8000} stage1=${STAGE1_STEPS:-25000} stage2=${STAGE2_STEPS:-5000}
 evaluation=("$speech/test" "$speech/dev" "$(dirname "$0")/../examples/examples.jsonl")
 mkdir -p "$out"
 cd "$out"
@@ -36,8 +37,9 @@ speak() { # language, engine, hours, voices held out for tuning
 }
 speak de pico 6 2
 for language in es fr it; do speak $language pico 5 2; done
-for language in nl pl pt ko zh; do speak $language espeak 3 3; done
-speak en pico 2 4
+for language in nl ko zh; do speak $language espeak 2 3; done
+for language in pl pt; do speak $language rhvoice 3 2; done
+speak en pico 1 4
 speak ja jtalk 2 2
 
 data=(train "$speech"/train/{commonvoice-en,commonvoice-zh,ljspeech-en,kerstin-de}.jsonl "$speech/pseudo" nothing synthetic/*/)
@@ -52,13 +54,14 @@ train() { # name, recipe, more
         whisfusion train --recipe "$recipe" --data "${data[@]}" --dev "${dev[@]}" --out "$name" "$@"
     fi
 }
-train stage1 base_stage1 --steps "$stage1"
+train hearing base_hearing --steps "$hearing"
+train stage1 base_stage1 --init_from hearing/model --steps "$stage1"
 train stage2 base_stage2 --init_from stage1/model --steps "$stage2"
 train stage2_uniform base_stage2_uniform --init_from stage1/model --steps "$stage2"
 
 if [ ! -e base ]; then
-    whisfusion export stage2/model --out base --int8 --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
-    whisfusion vocabulary base --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion vocabulary stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion export stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
 for run in stage1/model stage2_uniform/model base; do
     for set in "$speech"/test/*.jsonl; do
