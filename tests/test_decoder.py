@@ -2,9 +2,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from whisfusion.blocks import attend_to_some
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder, Draft, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
@@ -344,13 +342,3 @@ def test_bad_shapes_are_named_all_at_once():
     with pytest.raises(OptionError) as caught:
         DecoderConfig(layers=0, width=100, heads=3, block="gpt", dropout=1.0)  # ty: ignore
     assert all(word in str(caught.value) for word in ("layers", "heads", "block", "dropout"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_can_be_a_channel_of_the_keys(dtype):
-    q, k, v = torch.randn(3, 3, 2, 7, 64, dtype=dtype).unbind()
-    mask = (torch.arange(7) < torch.tensor([7, 3, 1])[:, None])[:, None, None]
-    folded = attend_to_some(q, k, v, mask)
-    plain = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    assert (folded - plain).abs().max() < (FLOAT32_TOLERANCE if dtype == torch.float32 else 2e-2)
-    assert attend_to_some(q, k, v, torch.zeros_like(mask)).isfinite().all()

@@ -13,11 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_CHANNELS = 8
-"""Heads are widened by as many: what matrix units take at a time."""
-_HIDDEN = -1e5
-"""Far below any score, and no infinity: a sequence without a single key is no cause for NaN."""
-
 
 class KeysValues(NamedTuple):
     """Keys and values of one attention layer."""
@@ -53,24 +48,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-def folds_masks(q_GHLC: Tensor) -> bool:
-    """Whether `attend_to_some` pays: on a GPU in bfloat16, where attention without a mask is several times as fast."""
-    return q_GHLC.is_cuda and q_GHLC.dtype == torch.bfloat16
-
-
-def attend_to_some(q_GHLC: Tensor, k_GHTC: Tensor, v_GHTC: Tensor, mask_G11T: Tensor) -> Tensor:
-    """Attention to the keys where the mask is true, which is the same for all queries of a sequence.
-
-    Without a mask: keys that are not to be seen say so in a channel of their own, which every query reads.
-    """
-    width = q_GHLC.shape[-1]
-    hidden_GHT1 = torch.where(mask_G11T, 0.0, _HIDDEN).to(k_GHTC.dtype).transpose(2, 3).expand(*k_GHTC.shape[:3], 1)
-    k_GHTC = F.pad(torch.cat((k_GHTC, hidden_GHT1), -1), (0, _CHANNELS - 1))
-    q_GHLC = F.pad(F.pad(q_GHLC, (0, 1), value=1.0), (0, _CHANNELS - 1))
-    y_GHLC = F.scaled_dot_product_attention(q_GHLC, k_GHTC, F.pad(v_GHTC, (0, _CHANNELS)), scale=width**-0.5)
-    return y_GHLC[..., :width]
 
 
 class Attention(nn.Module):
@@ -114,10 +91,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from `x_GLD` to `memory`; `mask` is true where a key may be seen and broadcasts to (G, H, L, T)."""
         q_GHLC = self._normed(self.q(x_GLD), self.q_norm, rotation)
-        if mask is not None and mask.shape[-2] == 1 and folds_masks(q_GHLC):
-            y_GHLC = attend_to_some(q_GHLC, *memory, mask)
-        else:
-            y_GHLC = F.scaled_dot_product_attention(q_GHLC, *memory, attn_mask=mask, is_causal=causal)
+        y_GHLC = F.scaled_dot_product_attention(q_GHLC, *memory, attn_mask=mask, is_causal=causal)
         return self.out(y_GHLC.transpose(1, 2).flatten(2))
 
 
