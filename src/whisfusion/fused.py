@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion import kernels
+from whisfusion import attention, kernels
+from whisfusion.attention import Attend
 from whisfusion.blocks import Attention, FeedForward, Rotation, Stack
 from whisfusion.encoder import WhisperEncoder
 
@@ -101,15 +102,16 @@ class Audio:
 class FusedStack:
     """Blocks and the norm after them."""
 
-    def __init__(self, blocks: Stack, norm: nn.Module) -> None:
+    def __init__(self, blocks: Stack, norm: nn.Module, attend: Attend = attention.plain) -> None:
+        self._attention = attend
         self._layers: list[Layer] = []
         shift: Tensor | None = None
         keys, values, key_norms = [], [], []
         for block in blocks:
-            attention = block.self_attn
-            self._heads = attention.heads
-            own = _norm(block.self_norm, shift, attention.q, attention.k, attention.v, later=_has_norm(attention))
-            shift = _shifted(shift, attention.out, attention.v)
+            near = block.self_attn
+            self._heads = near.heads
+            own = _norm(block.self_norm, shift, near.q, near.k, near.v, later=_has_norm(near))
+            shift = _shifted(shift, near.out, near.v)
             cross = None
             if hasattr(block, "cross_attn"):
                 far = block.cross_attn
@@ -125,9 +127,9 @@ class FusedStack:
             self._layers.append(
                 Layer(
                     norm=own,
-                    qkv=(_joined(attention.q, attention.k, attention.v), _query_bias(attention)),
-                    qk_norm=_head_norm(attention.q_norm, attention.k_norm),
-                    out_DD=attention.out.weight,
+                    qkv=(_joined(near.q, near.k, near.v), _query_bias(near)),
+                    qk_norm=_head_norm(near.q_norm, near.k_norm),
+                    out_DD=near.out.weight,
                     cross=cross,
                     ffn_norm=ffn_norm,
                     up=(_joined(*up), ffn.up.bias),
@@ -175,7 +177,7 @@ class FusedStack:
                 qkv_RHC, unnormed = qkv_RD.unflatten(1, (3 * heads, -1)), _unnormed(layer.norm, x_RD)
                 kernels.head_norm_(qkv_RHC, weight_WC, eps, heads=heads, rotation=rotation, unnormed=unnormed)
             q, k, v = qkv_RD.view(-1, length, 3, heads, qkv_RD.shape[1] // (3 * heads)).unbind(2)
-            x_RD.addmm_(kernels.attention(q, k, v, self_bias_GL, causal=causal), layer.out_DD.t())
+            x_RD.addmm_(self._attention(q, k, v, self_bias_GL, causal=causal), layer.out_DD.t())
             if audio is not None and layer.cross is not None:
                 self._attend(x_RD, layer.cross, audio, i)
             h_RD = layer.ffn_norm(x_RD)
@@ -200,16 +202,16 @@ class FusedStack:
             x.reshape(len(audio.keys_NBTD[i]), -1, self._heads, x.shape[-1] // self._heads)
             for x in (q_RD, audio.keys_NBTD[i], audio.values_NBTD[i])
         )
-        x_RD.addmm_(kernels.attention(q, k, v, audio.bias_BT), cross.out_DD.t())
+        x_RD.addmm_(self._attention(q, k, v, audio.bias_BT), cross.out_DD.t())
 
 
 class FusedEncoder:
     """Whisper's encoder; convolutions are matrix products over frames that lie side by side."""
 
-    def __init__(self, encoder: WhisperEncoder) -> None:
+    def __init__(self, encoder: WhisperEncoder, attend: Attend = attention.plain) -> None:
         self._convolutions = [_Convolution(encoder.conv1), _Convolution(encoder.conv2)]
         self._positions_TD = encoder.positions
-        self._stack = FusedStack(encoder.blocks, encoder.norm)
+        self._stack = FusedStack(encoder.blocks, encoder.norm, attend)
 
     def __call__(self, mel_BMF: Tensor, heard_BT: Tensor | None) -> Tensor:
         """Features (B, T, D), zero where nothing is heard; see `WhisperEncoder`."""
