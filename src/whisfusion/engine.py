@@ -508,7 +508,7 @@ class _Scorer:
         states_RD = states_GLD[:, PROMPT_LENGTH - 1 :].reshape(-1, x_GLD.shape[2])
         # Padding after the first endoftext does not count.
         ends_GL = targets_GL == ENDOFTEXT
-        scored_GL = (ends_GL.cumsum(1) - ends_GL.long()) == 0
+        scored_GL = ends_GL.cumsum(1) <= ends_GL
         targets_R, scored_R = targets_GL.reshape(-1), scored_GL.reshape(-1)
         nothing_R1 = torch.zeros(len(targets_R), 1, device=targets_R.device)
         parts = []

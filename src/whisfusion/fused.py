@@ -217,14 +217,14 @@ class FusedEncoder:
         """Features (B, T, D), zero where nothing is heard; see `WhisperEncoder`."""
         x_BTD = mel_BMF.transpose(1, 2)
         for convolution in self._convolutions:
-            x_BTD = F.gelu(convolution(x_BTD))
+            x_BTD = convolution(x_BTD)
         x_BTD = x_BTD + self._positions_TD[: x_BTD.shape[1]]
         x_BTD = self._stack(x_BTD, self_bias_GL=attention_bias(heard_BT, x_BTD.dtype))
         return x_BTD if heard_BT is None else x_BTD * heard_BT[..., None]
 
 
 class _Convolution:
-    """A convolution over time of (B, T, D)."""
+    """GELU of a convolution over time of (B, T, D)."""
 
     def __init__(self, module: nn.Conv1d) -> None:
         self._weight_OK = module.weight.transpose(1, 2).flatten(1).contiguous()
@@ -235,7 +235,8 @@ class _Convolution:
         padded = F.pad(x_BTD, (0, 0, reach, reach))
         last = padded.shape[1] - self._size + 1
         near = [padded[:, i : last + i : self._stride] for i in range(self._size)]
-        return F.linear(torch.cat(near, 2), self._weight_OK, self._bias)
+        near_BTK = torch.cat(near, 2)
+        return kernels.gelu_linear(near_BTK.flatten(0, 1), self._weight_OK, self._bias).unflatten(0, near_BTK.shape[:2])
 
 
 def attention_bias(seen_BT: Tensor | None, dtype: torch.dtype) -> Tensor | None:
