@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whisfusion import kernels_triton
 from whisfusion.attention import Tiles
+from whisfusion.kernels_triton import begin
 
 # Triton is not on every machine, and takes tensors for what its kernels declare as pointers: checkers see Any.
 triton: Any = import_module("triton")
@@ -61,8 +63,10 @@ def attention(
         PARTS=tiles.parts,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
+        EARLY=kernels_triton.EARLY,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=kernels_triton.EARLY,
     )
     if tiles.parts > 1:
         _join[(rows,)](
@@ -75,7 +79,9 @@ def attention(
             WIDTH=width,
             PARTS=tiles.parts,
             BLOCK=triton.next_power_of_2(heads),
+            EARLY=kernels_triton.EARLY,
             num_warps=4,
+            launch_pdl=kernels_triton.EARLY,
         )
     return out_RD
 
@@ -156,8 +162,10 @@ def _attention(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """ROWS queries of one head, and one part of its keys."""
+    begin(EARLY)
     sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     part = tl.program_id(2)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -210,8 +218,10 @@ def _join(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """All heads of one row: what the parts of the keys gave, each by its share of the mass."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)[None, :]
