@@ -50,7 +50,7 @@ class Case:
     """Only every so many of the clips: the slow path would take minutes."""
 
 
-def cases(eager_every: int) -> list[Case]:
+def cases(eager_every: int, rest_every: int = 1) -> list[Case]:
     """The lines of the table, those with a target first."""
     first = [
         Case("eager", 1, 5),
@@ -61,7 +61,7 @@ def cases(eager_every: int) -> list[Case]:
         Case("graph", 1, 5, rerank=True),
         Case("graph", 32, 5, canvas="follow", window="clip"),
     ]
-    engines: list[tuple[EngineKind, int]] = [("graph", 1), ("eager", eager_every)]
+    engines: list[tuple[EngineKind, int]] = [("graph", rest_every), ("eager", eager_every)]
     rest = [
         Case(engine, batch, k, rerank, every=every)
         for engine, every in engines
@@ -79,6 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="paper", help="paper (default), trial or tiny")
     parser.add_argument("--per_bin", type=int, default=speed_set.PER_BIN, help="clips in each of the six bins")
     parser.add_argument("--eager_every", type=int, default=4, help="the eager path hears every so many clips")
+    parser.add_argument("--rest_every", type=int, default=1, help="so do cases that have no target")
     parser.add_argument("--budget_s", type=float, default=400, help="begin no case after so many seconds")
     parser.add_argument("--peers", action="store_true", help="Whisper by Hugging Face's generate, instead of ours")
     parser.add_argument("--peer_every", type=int, default=8, help="the peers hear every so many clips")
@@ -107,7 +108,7 @@ def ours(args: argparse.Namespace, subject: Subject, clips: list[SpeedClip]) -> 
     """Each case's row with the spectrogram outside the timer, and with it inside."""
     since = time.perf_counter()
     stages: dict[tuple[str, str, str, int], Stage] = {}
-    for case in cases(args.eager_every):
+    for case in cases(args.eager_every, args.rest_every):
         if time.perf_counter() - since > args.budget_s:
             print(f"no time left for {case}", file=sys.stderr)
             continue
@@ -204,6 +205,7 @@ def main(argv: list[str] | None = None) -> None:
         "set": source,
         "weights": "random",
         "eager_hears_every": args.eager_every,
+        "rest_hears_every": args.rest_every,
         "matrix_peak_tflops": None if peak is None else round(peak / 1e12, 1),
         "rows": [],
         "rows_with_mel": [],

@@ -20,8 +20,10 @@ from whisfusion.kernels import has_triton
 
 _log = logging.getLogger(__name__)
 
-_RUNS, _TIMES = 20, 3
-"""A kernel runs so often in a row, as one graph, for alone it would be over before it is timed; and so often again."""
+_RUNS, _MILLISECONDS = 20, 1.0
+"""A kernel runs so often in a row, as one graph, for alone it would be over before it is timed; or for so long."""
+_TIMES = 3
+"""How often it is timed; the least counts."""
 _CLEARLY = 0.98
 """The share of torch's time that another kernel must stay below to be taken instead."""
 _TOLERANCE = 0.02
@@ -163,24 +165,24 @@ def _graph_clock(run: Callable[[], Tensor]) -> Callable[[], float]:
     """Milliseconds by the GPU's clock of `run`, replayed as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(_RUNS):
-                run()
-        finally:
-            graph.capture_end()
 
-    def milliseconds() -> float:
+    def milliseconds(work: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             start.record()
-            graph.replay()
+            work()
             end.record()
         end.synchronize()
-        return start.elapsed_time(end) / _RUNS
+        return start.elapsed_time(end)
 
-    return milliseconds
+    milliseconds(run)  # it is compiled, and libraries set themselves up
+    runs = max(1, min(_RUNS, round(_MILLISECONDS / milliseconds(run))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(runs):
+                run()
+        finally:
+            graph.capture_end()
+    return lambda: milliseconds(graph.replay) / runs
