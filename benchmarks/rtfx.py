@@ -84,7 +84,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="Whisper by Hugging Face's generate, instead of ours")
     parser.add_argument("--peer_every", type=int, default=8, help="the peers hear every so many clips")
     parser.add_argument("--lengths", action="store_true", help="cost against the length of the transcript")
-    parser.add_argument("--plot", type=Path, help="a plot of --lengths (needs matplotlib)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
@@ -133,11 +132,10 @@ def breakdowns(subject: Subject, clips: list[SpeedClip], peak: float | None) -> 
     return found
 
 
-def lengths(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
+def lengths(subject: Subject, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Milliseconds for 30 s of speech, by how much was said in it, one utterance at a time."""
     import peers
 
-    rows = []
     words = speed_set.made_up(per_bin=1)[-1].text.split()
     samples = speed_set.made_up(per_bin=1)[-1].samples
     whispers = {name: peers.Peer(name, subject.model, args.shape) for name in peers.NAMES}
@@ -151,27 +149,9 @@ def lengths(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens, clip in zip(LENGTHS, clips, strict=True):
         stage.clips = [clip] * 8
         row, _ = stage.measure(batch=1, pdd=PDDOptions(), rerank=False)
-        rows.append({"model": subject.name, "tokens": tokens, "ms": row.ms})
+        yield {"model": subject.name, "tokens": tokens, "ms": row.ms}
         for name, peer in whispers.items():
-            rows.append({"model": name, "tokens": tokens, "ms": round(peer.milliseconds([clip], [tokens]), 2)})
-        print(json.dumps(rows[-3:]), flush=True)
-    return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for model in dict.fromkeys(row["model"] for row in rows):
-        points = [(row["tokens"], row["ms"]) for row in rows if row["model"] == model]
-        axes.plot(*zip(*points, strict=True), marker="o", label=model)
-    axes.set(xlabel="tokens of the transcript (30 s of audio)", ylabel="ms an utterance", yscale="log")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+            yield {"model": name, "tokens": tokens, "ms": round(peer.milliseconds([clip], [tokens]), 2)}
 
 
 def table(rows: list[Row], with_mel: list[Row | None]) -> str:
@@ -219,6 +199,12 @@ def main(argv: list[str] | None = None) -> None:
         if args.out:
             args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
+    if args.lengths:
+        result["lengths"] = []
+        for point in lengths(subject, args):
+            print(json.dumps(point), flush=True)
+            result["lengths"].append(point)
+            keep()
     rows: list[Row] = []
     with_mel: list[Row | None] = []
     if args.peers:
@@ -237,11 +223,6 @@ def main(argv: list[str] | None = None) -> None:
             result["rows_with_mel"].append(inside.to_dict())
             keep()
         result["breakdown"] = breakdowns(subject, clips, peak)
-    if args.lengths:
-        result["lengths"] = lengths(subject, args)
-        keep()
-        if args.plot:
-            plot(result["lengths"], args.plot)
     keep()
     if not args.out:
         print(json.dumps(result))
