@@ -145,6 +145,8 @@ def lengths(subject: Subject, args: argparse.Namespace) -> Iterator[dict[str, An
         while len(get_tokenizer().encode(" ".join(text))) > tokens:
             text.pop()
         clips.append(SpeedClip(samples, " ".join(text), "en"))
+    for peer in whispers.values():
+        peer.milliseconds(clips[:1], LENGTHS[:1])  # libraries set themselves up
     stage = Stage(subject, "graph", clips, capture=args.capture)
     for tokens, clip in zip(LENGTHS, clips, strict=True):
         stage.clips = [clip] * 8
