@@ -162,9 +162,8 @@ Made by `{command}`.
 {rows}
 """
 
-LENGTHS = """
-Cost against the length of the transcript, for 30 s of audio, one utterance at a time, K = 5: the parallel decoder takes
-as long for a word as for a full canvas ([plot](../{plot})).
+LENGTHS = """Cost against the length of the transcript, for 30 s of audio, one utterance at a time, K = 5
+([plot](../{plot})):
 
 | tokens | {models} |
 |---|{dashes}
@@ -343,10 +342,7 @@ def lengths() -> list[str]:
         for tokens, of in by_tokens.items()
     ]
     plot = LENGTHS_PLOT.relative_to(ROOT)
-    return [
-        LENGTHS.format(plot=plot, models=" | ".join(models), dashes="---|" * len(models), rows="\n".join(lines)).strip()
-        + "\n"
-    ]
+    return [LENGTHS.format(plot=plot, models=" | ".join(models), dashes="---|" * len(models), rows="\n".join(lines))]
 
 
 def draw_lengths() -> None:
