@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whisfusion import kernels_triton
 from whisfusion.attention import Tiles
-from whisfusion.kernels_triton import begin
+from whisfusion.kernels_triton import begin, launching
 
 # Triton is not on every machine, and takes tensors for what its kernels declare as pointers: checkers see Any.
 triton: Any = import_module("triton")
@@ -63,10 +62,9 @@ def attention(
         PARTS=tiles.parts,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
-        EARLY=kernels_triton.EARLY,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=kernels_triton.EARLY,
+        **launching(),
     )
     if tiles.parts > 1:
         _join[(rows,)](
@@ -79,9 +77,8 @@ def attention(
             WIDTH=width,
             PARTS=tiles.parts,
             BLOCK=triton.next_power_of_2(heads),
-            EARLY=kernels_triton.EARLY,
             num_warps=4,
-            launch_pdl=kernels_triton.EARLY,
+            **launching(),
         )
     return out_RD
 

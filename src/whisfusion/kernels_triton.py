@@ -30,6 +30,11 @@ _COLUMNS_AT_ONCE = 4096
 _MANY_NUMBERS = 4096
 
 
+def launching() -> dict[str, bool]:
+    """What every launch is told: see EARLY."""
+    return {"EARLY": True, "launch_pdl": True} if EARLY else {"EARLY": False}
+
+
 @triton.jit
 def begin(EARLY: tl.constexpr) -> None:
     """Wait for the kernel before; the next one may be launched meanwhile."""
@@ -53,9 +58,8 @@ def norm(x_RD: Tensor, weight_D: Tensor, bias_D: Tensor | None, shift_D: Tensor 
         CENTRED=bias_D is not None,
         SHIFTED=shift_D is not None,
         BLOCK=triton.next_power_of_2(width),
-        EARLY=EARLY,
         num_warps=4,
-        launch_pdl=EARLY,
+        **launching(),
     )
     return out_RD
 
@@ -126,9 +130,8 @@ def head_norm_(
         HALF=width // 2,
         BLOCK=block,
         ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
-        EARLY=EARLY,
         num_warps=8 if block * width >= _MANY_NUMBERS else 4,
-        launch_pdl=EARLY,
+        **launching(),
     )
 
 
@@ -207,9 +210,8 @@ def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:
         UNNORMED=0 if unnormed is None else unnormed.x_RD.shape[1],
         BLOCK=_COLUMNS_AT_ONCE,
         ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
-        EARLY=EARLY,
         num_warps=8,
-        launch_pdl=EARLY,
+        **launching(),
     )
     return out_RF
 
@@ -279,9 +281,8 @@ def draw(
         CHOSEN=wanted_R is not None,
         LISTED=lists is not None,
         BLOCK=_LOGITS_AT_ONCE,
-        EARLY=EARLY,
         num_warps=8,
-        launch_pdl=EARLY,
+        **launching(),
     )
     return ids_RK, logprobs_RK, target_logprobs_R
 
