@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
+LENGTHS_PLOT = RESULTS / "rtfx_lengths.png"
 
 HEAD = """# Results
 
@@ -136,7 +137,7 @@ GPU = """## Speed on a GPU
 The paper's shapes at full size, {weights} weights, bf16, N = {n}, on one {device}, by the paper's protocol:
 {clips} clips of {mean_seconds} s on average ({set});
 encoder, decoding and selection timed, the spectrogram outside the timer and, in the last column, inside. At batch 1
-utterances run one after another with nothing overlapped. Made by
+utterances run one after another with nothing overlapped.{sparse} Made by
 `{command}`{note}.
 
 | engine | batch | K | canvas | window, s | rerank | ms an utterance | RTFx | target, ms | ms with spectrogram |
@@ -158,6 +159,25 @@ Made by `{command}`.
 
 | model | batch | ms an utterance | RTFx |
 |---|---|---|---|
+{rows}
+"""
+
+LENGTHS = """Cost against the length of the transcript, for 30 s of audio, one utterance at a time, K = 5
+([plot](../{plot})):
+
+| tokens | {models} |
+|---|{dashes}
+{rows}
+"""
+
+BATCHES = """## The same clip in other batches
+
+Whether a transcript depends on what else is in its batch: `{model}` on {clips:,} clips ({data}), {engine} engine,
+{dtype} on one {device}, K = {candidates}, N = {steps}, MBR{repaired}. Compared with the first row. Made by
+`{command}`.
+
+| batch | clips that differ | share | WER | moved by |
+|---|---|---|---|---|
 {rows}
 """
 
@@ -265,8 +285,13 @@ def gpu() -> str:
         share = stage["of_matrix_peak"]
         return f"{stage['ms']:.2f} | {'' if share is None else f'{100 * share:.0f} %'}"
 
+    sparse = ""
+    if result.get("rest_hears_every", 1) > 1:
+        every = result["rest_hears_every"], result["eager_hears_every"]
+        sparse = " Rows without a target hear every {}th clip, eager ones every {}th.".format(*every)
     return GPU.format(
         rows="\n".join(rows),
+        sparse=sparse,
         note="; " + result["note"] if result.get("note") else "",
         verdict=verdict,
         n=result["rows"][0]["n"],
@@ -300,6 +325,64 @@ def peers() -> list[str]:
     )
     return [
         PEERS.format(rows=rows, device=result["machine"]["device_name"], **{n: result[n] for n in ("set", "command")})
+    ]
+
+
+def lengths() -> list[str]:
+    """Nothing until they have been measured."""
+    if not (RESULTS / "rtfx_peers.json").exists() or "lengths" not in read("rtfx_peers.json"):
+        return []
+    rows = read("rtfx_peers.json")["lengths"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    by_tokens: dict[int, dict[str, float]] = {}
+    for row in rows:
+        by_tokens.setdefault(row["tokens"], {})[row["model"]] = row["ms"]
+    lines = [
+        f"| {tokens} | {' | '.join(f'{of[model]:.1f} ms' if model in of else '' for model in models)} |"
+        for tokens, of in by_tokens.items()
+    ]
+    plot = LENGTHS_PLOT.relative_to(ROOT)
+    return [LENGTHS.format(plot=plot, models=" | ".join(models), dashes="---|" * len(models), rows="\n".join(lines))]
+
+
+def draw_lengths() -> None:
+    """The plot of `lengths`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read("rtfx_peers.json")["lengths"]
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        points = [(row["tokens"], row["ms"]) for row in rows if row["model"] == model]
+        axes.plot(*zip(*points, strict=True), marker="o", label=model)
+    axes.set(xlabel="tokens of the transcript (30 s of audio)", ylabel="ms an utterance", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(LENGTHS_PLOT, dpi=150)
+
+
+def batches() -> list[str]:
+    """Nothing until they have been measured."""
+    if not (RESULTS / "batches.json").exists():
+        return []
+    result = read("batches.json")
+    first = result["rows"][0]
+    rows = [
+        f"| {row['batch']} | {row['differ']} | {100 * row['share']:.2f} % | {row['wer']:.2f} % "
+        f"| {row['wer'] - first['wer']:+.3f} |"
+        for row in result["rows"]
+    ]
+    facts = {name: result[name] for name in ("model", "clips", "data", "engine", "dtype", "command")}
+    facts |= {name: result[name] for name in ("candidates", "steps")}
+    return [
+        BATCHES.format(
+            rows="\n".join(rows),
+            device=result["machine"]["device_name"],
+            repaired=", then repair" if result["repaired"] else "",
+            **facts,
+        )
     ]
 
 
@@ -403,10 +486,24 @@ def detected_row(part: dict[str, Any]) -> str:
 
 def render() -> str:
     return "\n".join(
-        [HEAD, model(), cpu(), gpu(), *peers(), parity(), step(), runs("trial", "trial_paper"), *ablations()]
+        [
+            HEAD,
+            model(),
+            cpu(),
+            gpu(),
+            *peers(),
+            *lengths(),
+            *batches(),
+            parity(),
+            step(),
+            runs("trial", "trial_paper"),
+            *ablations(),
+        ]
     )
 
 
 if __name__ == "__main__":
+    if lengths():
+        draw_lengths()
     PAGE.write_text(render(), "utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -50,7 +50,7 @@ class Case:
     """Only every so many of the clips: the slow path would take minutes."""
 
 
-def cases(eager_every: int) -> list[Case]:
+def cases(eager_every: int, rest_every: int = 1) -> list[Case]:
     """The lines of the table, those with a target first."""
     first = [
         Case("eager", 1, 5),
@@ -61,7 +61,7 @@ def cases(eager_every: int) -> list[Case]:
         Case("graph", 1, 5, rerank=True),
         Case("graph", 32, 5, canvas="follow", window="clip"),
     ]
-    engines: list[tuple[EngineKind, int]] = [("graph", 1), ("eager", eager_every)]
+    engines: list[tuple[EngineKind, int]] = [("graph", rest_every), ("eager", eager_every)]
     rest = [
         Case(engine, batch, k, rerank, every=every)
         for engine, every in engines
@@ -79,11 +79,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", default="paper", help="paper (default), trial or tiny")
     parser.add_argument("--per_bin", type=int, default=speed_set.PER_BIN, help="clips in each of the six bins")
     parser.add_argument("--eager_every", type=int, default=4, help="the eager path hears every so many clips")
+    parser.add_argument("--rest_every", type=int, default=1, help="so do cases that have no target")
     parser.add_argument("--budget_s", type=float, default=400, help="begin no case after so many seconds")
     parser.add_argument("--peers", action="store_true", help="Whisper by Hugging Face's generate, instead of ours")
     parser.add_argument("--peer_every", type=int, default=8, help="the peers hear every so many clips")
     parser.add_argument("--lengths", action="store_true", help="cost against the length of the transcript")
-    parser.add_argument("--plot", type=Path, help="a plot of --lengths (needs matplotlib)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
@@ -107,7 +107,7 @@ def ours(args: argparse.Namespace, subject: Subject, clips: list[SpeedClip]) -> 
     """Each case's row with the spectrogram outside the timer, and with it inside."""
     since = time.perf_counter()
     stages: dict[tuple[str, str, str, int], Stage] = {}
-    for case in cases(args.eager_every):
+    for case in cases(args.eager_every, args.rest_every):
         if time.perf_counter() - since > args.budget_s:
             print(f"no time left for {case}", file=sys.stderr)
             continue
@@ -132,11 +132,10 @@ def breakdowns(subject: Subject, clips: list[SpeedClip], peak: float | None) -> 
     return found
 
 
-def lengths(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
+def lengths(subject: Subject, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Milliseconds for 30 s of speech, by how much was said in it, one utterance at a time."""
     import peers
 
-    rows = []
     words = speed_set.made_up(per_bin=1)[-1].text.split()
     samples = speed_set.made_up(per_bin=1)[-1].samples
     whispers = {name: peers.Peer(name, subject.model, args.shape) for name in peers.NAMES}
@@ -146,31 +145,15 @@ def lengths(subject: Subject, args: argparse.Namespace) -> list[dict[str, Any]]:
         while len(get_tokenizer().encode(" ".join(text))) > tokens:
             text.pop()
         clips.append(SpeedClip(samples, " ".join(text), "en"))
+    for peer in whispers.values():
+        peer.milliseconds(clips[:1], LENGTHS[:1])  # libraries set themselves up
     stage = Stage(subject, "graph", clips, capture=args.capture)
     for tokens, clip in zip(LENGTHS, clips, strict=True):
         stage.clips = [clip] * 8
         row, _ = stage.measure(batch=1, pdd=PDDOptions(), rerank=False)
-        rows.append({"model": subject.name, "tokens": tokens, "ms": row.ms})
+        yield {"model": subject.name, "tokens": tokens, "ms": row.ms}
         for name, peer in whispers.items():
-            rows.append({"model": name, "tokens": tokens, "ms": round(peer.milliseconds([clip], [tokens]), 2)})
-        print(json.dumps(rows[-3:]), flush=True)
-    return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for model in dict.fromkeys(row["model"] for row in rows):
-        points = [(row["tokens"], row["ms"]) for row in rows if row["model"] == model]
-        axes.plot(*zip(*points, strict=True), marker="o", label=model)
-    axes.set(xlabel="tokens of the transcript (30 s of audio)", ylabel="ms an utterance", yscale="log")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+            yield {"model": name, "tokens": tokens, "ms": round(peer.milliseconds([clip], [tokens]), 2)}
 
 
 def table(rows: list[Row], with_mel: list[Row | None]) -> str:
@@ -204,6 +187,7 @@ def main(argv: list[str] | None = None) -> None:
         "set": source,
         "weights": "random",
         "eager_hears_every": args.eager_every,
+        "rest_hears_every": args.rest_every,
         "matrix_peak_tflops": None if peak is None else round(peak / 1e12, 1),
         "rows": [],
         "rows_with_mel": [],
@@ -217,6 +201,12 @@ def main(argv: list[str] | None = None) -> None:
         if args.out:
             args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
+    if args.lengths:
+        result["lengths"] = []
+        for point in lengths(subject, args):
+            print(json.dumps(point), flush=True)
+            result["lengths"].append(point)
+            keep()
     rows: list[Row] = []
     with_mel: list[Row | None] = []
     if args.peers:
@@ -235,11 +225,6 @@ def main(argv: list[str] | None = None) -> None:
             result["rows_with_mel"].append(inside.to_dict())
             keep()
         result["breakdown"] = breakdowns(subject, clips, peak)
-    if args.lengths:
-        result["lengths"] = lengths(subject, args)
-        keep()
-        if args.plot:
-            plot(result["lengths"], args.plot)
     keep()
     if not args.out:
         print(json.dumps(result))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from whisfusion import kernels
+from whisfusion import attention, kernels
+from whisfusion.attention import TILES
 from whisfusion.blocks import Rotation
 from whisfusion.kernels import Lists
 
@@ -83,6 +84,29 @@ def test_heads_that_do_not_lie_side_by_side_are_refused(device):
     x_RHC = noise(4, 16, 2, device=device, dtype=torch.float32).transpose(1, 2)
     with pytest.raises(ValueError, match="side by side"):
         kernels_triton.head_norm_(x_RHC, x_RHC[0, :1], 1e-5)
+
+
+@pytest.mark.parametrize("tiles", [*TILES, TILES[-1]._replace(parts=3)])
+@pytest.mark.parametrize("kind", ["all seen", "biased", "causal"])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 64), (70, 150), (192, 192)])
+def test_attention(device, tiles, kind, queries, keys):
+    from whisfusion import attention_triton
+
+    # Triton's interpreter has no products of bf16.
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    if kind == "causal":
+        keys = queries
+    sequences, heads, width = 2, 3, 16
+    q_GQHC = noise(sequences, queries, 3, heads, width, device=device, dtype=dtype, scale=3.0)[:, :, 1]
+    k_GTHC, v_GTHC = noise(sequences, keys, 2, heads, width, device=device, dtype=dtype, seed=1).unbind(2)
+    bias_GT = None
+    if kind == "biased":
+        seen_GT = torch.arange(keys, device=device) < torch.tensor([[keys], [keys // 2]], device=device)
+        bias_GT = noise(sequences, keys, device=device, dtype=dtype, seed=2).masked_fill(~seen_GT, -torch.inf)
+    given = [None if x is None else x.cpu().float() for x in (q_GQHC, k_GTHC, v_GTHC, bias_GT)]
+    expected = attention.plain(*given, causal=kind == "causal").to(dtype)
+    found = attention_triton.attention(q_GQHC, k_GTHC, v_GTHC, bias_GT, causal=kind == "causal", tiles=tiles)
+    torch.testing.assert_close(found.cpu(), expected, rtol=BF16_TOLERANCE, atol=BF16_TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

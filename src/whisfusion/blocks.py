@@ -39,7 +39,7 @@ class Rotation:
     def __call__(self, x_GLHC: Tensor) -> Tensor:
         """Rotate queries or keys, pairing channel c with c + C / 2."""
         turned_GLHC = x_GLHC.roll(x_GLHC.shape[-1] // 2, dims=-1)
-        cos_L1C, sin_L1C = self.cos_LC[:, None], self.sin_LC[:, None]
+        cos_L1C, sin_L1C = self.cos_LC.unsqueeze(1), self.sin_LC.unsqueeze(1)
         return torch.addcmul(x_GLHC * cos_L1C, turned_GLHC, sin_L1C).to(x_GLHC.dtype)
 
 
@@ -47,7 +47,10 @@ class RMSNorm(nn.RMSNorm):
     """torch's, with its weight in the input's dtype: under autocast the fused kernel takes no mixture."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whisfusion import kernels
+from whisfusion import attention, kernels
+from whisfusion.attention import Attend
 from whisfusion.blocks import Rotation
 from whisfusion.checkpoint import Model
 from whisfusion.decoder import Draft
@@ -105,15 +106,16 @@ class Decoding:
 class GraphEngine:
     """Runs one model. Safe to use from several threads, one batch at a time."""
 
-    def __init__(self, model: Model, *, capture: bool = True) -> None:
-        """`capture`: whether work is replayed from graphs, which needs a GPU."""
+    def __init__(self, model: Model, *, capture: bool = True, attend: Attend = attention.fastest) -> None:
+        """`capture`: whether work is replayed from graphs, which needs a GPU. `attend`: what computes attention."""
         self.model = model
         self.mark: Callable[[str], None] = lambda stage: None
         """Called as each stage of the work ends; a benchmark may put its clock here before the first batch."""
         encoder, decoder = model.encoder, model.decoder
         self._device, self._dtype = encoder.positions.device, encoder.positions.dtype
-        self._encoder = FusedEncoder(encoder)
-        self._decoder = FusedStack(decoder.blocks, decoder.norm)
+        self._attend = attend
+        self._encoder = FusedEncoder(encoder, attend)
+        self._decoder = FusedStack(decoder.blocks, decoder.norm, attend)
         self._head_VD = padded_rows(decoder.output_weight[:SAMPLEABLE])
         tokenizer = get_tokenizer()
         self._language_ids_X = torch.tensor(
@@ -141,7 +143,7 @@ class GraphEngine:
         plan = self.plan(batch, options, rerank=scorer is not None)
         with self._lock:
             if scorer is not None and (self._scorer is None or self._scorer.decoder is not scorer):
-                self._scorer = _Scorer(scorer)
+                self._scorer = _Scorer(scorer, self._attend)
             clock = _Clock(self._device)
             frames_B = self.frames(plan, batch)
             if mel_BMF is None:
@@ -487,9 +489,9 @@ class _Writer:
 class _Scorer:
     """Whisper's decoder reading finished candidates: `whisper.log_likelihood` in shapes known beforehand."""
 
-    def __init__(self, decoder: WhisperDecoder) -> None:
+    def __init__(self, decoder: WhisperDecoder, attend: Attend) -> None:
         self.decoder = decoder
-        self._stack = FusedStack(decoder.blocks, decoder.norm)
+        self._stack = FusedStack(decoder.blocks, decoder.norm, attend)
         self._head_VD = padded_rows(decoder.embed.weight)
         rows = [-1 if row is None else row for row in embedding_rows(decoder.config.vocab_size)]
         self._rows = torch.tensor(rows, device=decoder.embed.weight.device)
@@ -506,7 +508,7 @@ class _Scorer:
         states_RD = states_GLD[:, PROMPT_LENGTH - 1 :].reshape(-1, x_GLD.shape[2])
         # Padding after the first endoftext does not count.
         ends_GL = targets_GL == ENDOFTEXT
-        scored_GL = (ends_GL.cumsum(1) - ends_GL.long()) == 0
+        scored_GL = ends_GL.cumsum(1) <= ends_GL
         targets_R, scored_R = targets_GL.reshape(-1), scored_GL.reshape(-1)
         nothing_R1 = torch.zeros(len(targets_R), 1, device=targets_R.device)
         parts = []

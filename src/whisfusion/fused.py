@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion import kernels
+from whisfusion import attention, kernels
+from whisfusion.attention import Attend
 from whisfusion.blocks import Attention, FeedForward, Rotation, Stack
 from whisfusion.encoder import WhisperEncoder
 
@@ -101,15 +102,16 @@ class Audio:
 class FusedStack:
     """Blocks and the norm after them."""
 
-    def __init__(self, blocks: Stack, norm: nn.Module) -> None:
+    def __init__(self, blocks: Stack, norm: nn.Module, attend: Attend = attention.plain) -> None:
+        self._attention = attend
         self._layers: list[Layer] = []
         shift: Tensor | None = None
         keys, values, key_norms = [], [], []
         for block in blocks:
-            attention = block.self_attn
-            self._heads = attention.heads
-            own = _norm(block.self_norm, shift, attention.q, attention.k, attention.v, later=_has_norm(attention))
-            shift = _shifted(shift, attention.out, attention.v)
+            near = block.self_attn
+            self._heads = near.heads
+            own = _norm(block.self_norm, shift, near.q, near.k, near.v, later=_has_norm(near))
+            shift = _shifted(shift, near.out, near.v)
             cross = None
             if hasattr(block, "cross_attn"):
                 far = block.cross_attn
@@ -125,9 +127,9 @@ class FusedStack:
             self._layers.append(
                 Layer(
                     norm=own,
-                    qkv=(_joined(attention.q, attention.k, attention.v), _query_bias(attention)),
-                    qk_norm=_head_norm(attention.q_norm, attention.k_norm),
-                    out_DD=attention.out.weight,
+                    qkv=(_joined(near.q, near.k, near.v), _query_bias(near)),
+                    qk_norm=_head_norm(near.q_norm, near.k_norm),
+                    out_DD=near.out.weight,
                     cross=cross,
                     ffn_norm=ffn_norm,
                     up=(_joined(*up), ffn.up.bias),
@@ -175,7 +177,7 @@ class FusedStack:
                 qkv_RHC, unnormed = qkv_RD.unflatten(1, (3 * heads, -1)), _unnormed(layer.norm, x_RD)
                 kernels.head_norm_(qkv_RHC, weight_WC, eps, heads=heads, rotation=rotation, unnormed=unnormed)
             q, k, v = qkv_RD.view(-1, length, 3, heads, qkv_RD.shape[1] // (3 * heads)).unbind(2)
-            x_RD.addmm_(kernels.attention(q, k, v, self_bias_GL, causal=causal), layer.out_DD.t())
+            x_RD.addmm_(self._attention(q, k, v, self_bias_GL, causal=causal), layer.out_DD.t())
             if audio is not None and layer.cross is not None:
                 self._attend(x_RD, layer.cross, audio, i)
             h_RD = layer.ffn_norm(x_RD)
@@ -200,29 +202,29 @@ class FusedStack:
             x.reshape(len(audio.keys_NBTD[i]), -1, self._heads, x.shape[-1] // self._heads)
             for x in (q_RD, audio.keys_NBTD[i], audio.values_NBTD[i])
         )
-        x_RD.addmm_(kernels.attention(q, k, v, audio.bias_BT), cross.out_DD.t())
+        x_RD.addmm_(self._attention(q, k, v, audio.bias_BT), cross.out_DD.t())
 
 
 class FusedEncoder:
     """Whisper's encoder; convolutions are matrix products over frames that lie side by side."""
 
-    def __init__(self, encoder: WhisperEncoder) -> None:
+    def __init__(self, encoder: WhisperEncoder, attend: Attend = attention.plain) -> None:
         self._convolutions = [_Convolution(encoder.conv1), _Convolution(encoder.conv2)]
         self._positions_TD = encoder.positions
-        self._stack = FusedStack(encoder.blocks, encoder.norm)
+        self._stack = FusedStack(encoder.blocks, encoder.norm, attend)
 
     def __call__(self, mel_BMF: Tensor, heard_BT: Tensor | None) -> Tensor:
         """Features (B, T, D), zero where nothing is heard; see `WhisperEncoder`."""
         x_BTD = mel_BMF.transpose(1, 2)
         for convolution in self._convolutions:
-            x_BTD = F.gelu(convolution(x_BTD))
+            x_BTD = convolution(x_BTD)
         x_BTD = x_BTD + self._positions_TD[: x_BTD.shape[1]]
         x_BTD = self._stack(x_BTD, self_bias_GL=attention_bias(heard_BT, x_BTD.dtype))
         return x_BTD if heard_BT is None else x_BTD * heard_BT[..., None]
 
 
 class _Convolution:
-    """A convolution over time of (B, T, D)."""
+    """GELU of a convolution over time of (B, T, D)."""
 
     def __init__(self, module: nn.Conv1d) -> None:
         self._weight_OK = module.weight.transpose(1, 2).flatten(1).contiguous()
@@ -233,7 +235,8 @@ class _Convolution:
         padded = F.pad(x_BTD, (0, 0, reach, reach))
         last = padded.shape[1] - self._size + 1
         near = [padded[:, i : last + i : self._stride] for i in range(self._size)]
-        return F.linear(torch.cat(near, 2), self._weight_OK, self._bias)
+        near_BTK = torch.cat(near, 2)
+        return kernels.gelu_linear(near_BTK.flatten(0, 1), self._weight_OK, self._bias).unflatten(0, near_BTK.shape[:2])
 
 
 def attention_bias(seen_BT: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -4,7 +4,7 @@ Here they are in plain torch, which is what they mean and what runs where there 
 same functions as Triton kernels. Numbers are read and written in the tensors' own type and computed in float32.
 
 Letters: R rows, D width, H heads, C width of a head, F width inside the feed-forward, L positions, V vocabulary,
-K draws from a row, X lists of allowed tokens; in attention G sequences, Q queries and T keys of each.
+K draws from a row, X lists of allowed tokens.
 """
 
 from functools import cache
@@ -103,16 +103,6 @@ def head_norm_(
         normed_RHC = rotation(normed_RHC.unflatten(0, (-1, positions))).flatten(0, 1)
     x_RHC.copy_(normed_RHC)
     return None
-
-
-def attention(
-    q_GQHC: Tensor, k_GTHC: Tensor, v_GTHC: Tensor, bias_GT: Tensor | None = None, *, causal: bool = False
-) -> Tensor:
-    """Attention; a bias is added to the scores. Returns rows (R, D), those of one sequence after another's."""
-    q, k, v = (x.transpose(1, 2) for x in (q_GQHC, k_GTHC, v_GTHC))
-    bias_G11T = None if bias_GT is None else bias_GT[:, None, None]
-    y_GHQC = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_G11T, is_causal=causal)
-    return y_GHQC.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:

@@ -387,7 +387,7 @@ def _likely(logits_RV: Tensor, least_R1: Tensor) -> Tensor | None:
 def ended(tokens: Tensor, writable: Tensor) -> Tensor:
     """What follows the first endoftext of a canvas (the last dimension): padding, which is the same id."""
     ends = (tokens == ENDOFTEXT) & writable
-    return (ends.cumsum(-1) - ends.long()) > 0
+    return ends.cumsum(-1) > ends
 
 
 def _least_confident(logprobs_BKL: Tensor, live_BKL: Tensor, ratio: float) -> Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from whisfusion import attention
 from whisfusion.engine import GraphEngine
 from whisfusion.evaluate.speed import Rehearsal, Subject, random_subject
 from whisfusion.pdd import PDDOptions
@@ -79,3 +80,30 @@ def test_a_replay_repeats_itself_and_batches_may_overlap():
     apart = [system.start(batch, options, {})() for batch in batches]
     begun = [system.start(batch, options, {}) for batch in batches]
     assert [finish() for finish in begun] == apart
+
+
+# Sequences, queries, keys and whether there is a bias: the encoder, canvases of five candidates, and those listening.
+@pytest.mark.parametrize(
+    ("sequences", "queries", "keys", "biased"),
+    [(1, 1500, 1500, False), (5, 192, 192, False), (1, 192, 1500, False), (1, 960, 1500, False), (3, 200, 448, True)],
+)
+def test_every_way_to_attend_is_as_near_to_float32_as_torchs(sequences, queries, keys, biased):
+    from whisfusion import attention_triton
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sequences, n, 20, 64, device="cuda").bfloat16() for n in (queries, keys, keys))
+    bias_GT = None
+    if biased:
+        lengths = torch.randint(1, keys, (sequences, 1), device="cuda")
+        bias_GT = torch.zeros(sequences, keys, device="cuda").masked_fill(
+            torch.arange(keys, device="cuda") >= lengths, -torch.inf
+        )
+        bias_GT = bias_GT.bfloat16()
+    exact = attention.plain(q.float(), k.float(), v.float(), None if bias_GT is None else bias_GT.float())
+    least = relative(attention.plain(q, k, v, bias_GT), exact)
+    for tiles in attention.candidates(queries, keys, heads=20 * sequences, processors=132):
+        found = attention_triton.attention(q, k, v, bias_GT, causal=False, tiles=tiles)
+        assert relative(found, exact) <= MORE_THAN_EAGER * least, tiles
+    attend = attention.Fastest()
+    assert relative(attend(q, k, v, bias_GT), exact) <= MORE_THAN_EAGER * least
+    assert len(attend.chosen) == 1

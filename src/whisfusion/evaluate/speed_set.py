@@ -6,6 +6,7 @@ another; without manifests the set is made up, with the same durations.
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +76,14 @@ def choose(utterances: Sequence[Utterance], *, per_bin: int = PER_BIN, seed: int
 
 def load(chosen: Sequence[Pieces]) -> list[SpeedClip]:
     """Decode what was chosen, and join what is to be joined."""
-    return [
-        SpeedClip(
-            np.concatenate([load_samples(piece) for piece in pieces])[: int(BINS * BIN_SECONDS) * SAMPLE_RATE],
-            " ".join(piece.text.strip() for piece in pieces),
-            pieces[0].language,
-        )
-        for pieces in chosen
-    ]
+
+    def clip(pieces: Pieces) -> SpeedClip:
+        samples = np.concatenate([load_samples(piece) for piece in pieces])
+        text = " ".join(piece.text.strip() for piece in pieces)
+        return SpeedClip(samples[: int(BINS * BIN_SECONDS) * SAMPLE_RATE], text, pieces[0].language)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(clip, chosen))
 
 
 def made_up(*, per_bin: int = PER_BIN, seed: int = 0) -> list[SpeedClip]:
