@@ -34,7 +34,7 @@ def load(
     system: "whisfusion", or "whisper" for a published Whisper with its own greedy decoder.
     engine: "graph" replays decoding as CUDA graphs, several times as fast; it takes seconds to get ready for a new
         shape of batch, and keeps the 256 graphs used last. "eager" runs step by step. The same transcripts. "auto" is
-        eager.
+        "graph" on CUDA.
 
     Raises ModelError for a model that is missing or altered, OptionError for an unknown device or dtype.
     """
@@ -59,7 +59,8 @@ def load(
     model = checkpoint.load(hub.resolve(_path(name_or_path, DEFAULT_MODEL)), device=place, dtype=number)
     if dtype == "int8" or (dtype == "auto" and place.type == "cpu" and model.stored_int8 and quantise.is_fast_here()):
         return Transcriber(Int8System(model))
-    return Transcriber(DiffusionSystem(model, GraphEngine(model) if engine == "graph" else None))
+    graphs = engine != "eager" and place.type == "cuda"
+    return Transcriber(DiffusionSystem(model, GraphEngine(model) if graphs else None))
 
 
 def resolve_device(name: str) -> torch.device:
