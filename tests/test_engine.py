@@ -61,9 +61,12 @@ MODELS = {
         detects_language=True,
     ),
     "ours, adapter": ModelConfig(
-        decoder=dataclasses.replace(OURS, adapter=2, stride=2, reach=3, spells_every=1, drafts=True, tied=False),
+        decoder=dataclasses.replace(OURS, adapter=2, stride=2, spells_every=1, drafts=True, tied=False),
         encoder=TINY_ENCODER,
         window="clip",
+    ),
+    "ours, convolutions": ModelConfig(
+        decoder=dataclasses.replace(OURS, adapter=1, stride=2, reach=3), encoder=TINY_ENCODER, window="clip"
     ),
     "ours, adapter, padded": ModelConfig(
         decoder=dataclasses.replace(OURS, adapter=1, canvas=Canvas("fixed", 32)), encoder=TINY_ENCODER

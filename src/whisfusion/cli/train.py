@@ -8,7 +8,7 @@ from whisfusion.errors import OptionError
 
 RECIPE_NAMES = (
     *("paper_stage1", "paper_stage2", "paper_stage2_uniform"),
-    *("base_stage1", "base_stage2", "base_stage2_uniform"),
+    *("base_hearing", "base_stage1", "base_stage2", "base_stage2_uniform"),
     *("trial", "trial_paper", "finetune", "tiny"),
 )
 """Spelt out here so that the help need not import torch."""
