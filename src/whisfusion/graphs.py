@@ -4,6 +4,7 @@ On a GPU work is captured once as a CUDA graph and from then on is one launch. W
 back is packed: a copy costs the host as much for four bytes as for a megabyte.
 """
 
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -139,3 +140,34 @@ def to_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     packed = packing.pack(values, torch.empty(packing.size, dtype=torch.uint8, device=device))
     host = host_tensor(packing.size, dtype=torch.uint8, device=device)
     return packing.unpack(host.copy_(packed, non_blocking=True))
+
+
+class Clock:
+    """Seconds between laps of one batch, on the GPU's own clock where there is one: nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._laps = [("", self._now())]
+
+    def _now(self) -> "torch.cuda.Event | float":
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, stage: str) -> None:
+        """What has passed since the last lap was `stage`."""
+        self._laps.append((stage, self._now()))
+
+    def wait(self, timings: dict[str, float]) -> None:
+        """Wait for the last lap, and add all to `timings`."""
+        last = self._laps[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
+        for (_, before), (stage, after) in zip(self._laps, self._laps[1:], strict=False):
+            if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                seconds = before.elapsed_time(after) / 1000
+            elif isinstance(before, float) and isinstance(after, float):
+                seconds = after - before
+            timings[stage] = timings.get(stage, 0.0) + seconds
