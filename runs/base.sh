@@ -44,31 +44,34 @@ speak ja jtalk 2 2
 
 data=(train "$speech"/train/{commonvoice-en,commonvoice-zh,ljspeech-en,kerstin-de}.jsonl "$speech/pseudo" nothing synthetic/*/)
 dev=("$speech/dev" synthetic/*/heldout)
-train() { # name, recipe, more
-    local name=$1 recipe=$2
-    shift 2
-    if [ -e "$name/model" ]; then return; fi
-    if [ -e "$name/config.json" ]; then
+train() { # folder, the model that it ends with, recipe, more
+    local name=$1 model=$2 recipe=$3
+    shift 3
+    if [ -e "$model" ]; then return; fi
+    if [ -e "$name/config.json" ] || [ -e "$name/stages.json" ]; then
         whisfusion train --resume --out "$name"
     else
         whisfusion train --recipe "$recipe" --data "${data[@]}" --dev "${dev[@]}" --out "$name" "$@"
     fi
+    # A run that was asked to stop ends well but has no model: then this script ends here.
+    [ -e "$model" ]
 }
-train hearing base_hearing --steps "$hearing"
-train stage1 base_stage1 --init_from hearing/model --steps "$stage1"
-train stage2 base_stage2 --init_from stage1/model --steps "$stage2"
-train stage2_uniform base_stage2_uniform --init_from stage1/model --steps "$stage2"
+# One command, so that the spectrograms are made once.
+train stages stages/3-base_stage2/model base_hearing --steps "$hearing" \
+    --then "base_stage1 --steps $stage1" --then "base_stage2 --steps $stage2"
+train stage2_uniform stage2_uniform/model base_stage2_uniform --init_from stages/2-base_stage1/model --steps "$stage2"
 
 if [ ! -e base ]; then
-    whisfusion vocabulary stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
-    whisfusion export stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
+    whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
-for run in stage1/model stage2_uniform/model base; do
+for run in stages/2-base_stage1/model stage2_uniform/model base; do
+    name=$(basename "${run%/model}")
     for set in "$speech"/test/*.jsonl; do
         for steps in 1 2 3; do
-            name=hypotheses/${run%/model}/$(basename "$set" .jsonl)-n$steps.jsonl
-            mkdir -p "$(dirname "$name")"
-            [ -e "$name" ] || whisfusion evaluate "$run" --data "$set" --out "$name" -k 5 -n $steps --batch_size 64
+            file=hypotheses/${name#2-base_}/$(basename "$set" .jsonl)-n$steps.jsonl
+            mkdir -p "$(dirname "$file")"
+            [ -e "$file" ] || whisfusion evaluate "$run" --data "$set" --out "$file" -k 5 -n $steps --batch_size 64
         done
     done
 done

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from whisfusion.train import RECIPES, Recipe, TrainArgs
-from whisfusion.train.launch import make_feeder
+from whisfusion.train.launch import Kept, make_feeder
 from whisfusion.train.model import starting_point
 from whisfusion.train.overrides import override
 from whisfusion.train.parallel import Ranks
@@ -48,7 +48,7 @@ def small_state(out: Path, ranks: Ranks | None = None, **settings: str) -> tuple
     job = prepare(small_args(out, **settings))
     start = starting_point(job.recipe, None)
     trainer = Trainer(start.decoder, start.encoder, job.recipe, steps=job.steps, ranks=ranks)
-    feeder = make_feeder(job, start.encoder.config.mels, ranks)
+    feeder = make_feeder(job, start.encoder.config.mels, ranks, Kept(ranks))
     return job, TrainState(trainer, feeder, Progress())
 
 

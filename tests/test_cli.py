@@ -22,6 +22,7 @@ from whisfusion.cli.decoding import decoding_arguments
 from whisfusion.cli.train import RECIPE_NAMES
 from whisfusion.errors import OptionError
 from whisfusion.train import RECIPES, TrainArgs
+from whisfusion.train.prepare import Stage
 
 HELP_SECONDS = 0.5
 COMMANDS = (
@@ -482,9 +483,23 @@ def test_train_takes_every_field_of_the_recipe(call, monkeypatch: pytest.MonkeyP
     assert asked == [TrainArgs("tiny", ("a", "b"), ("c",), tmp_path, settings, dry_run=True)]
 
 
+def test_train_takes_stages_with_options_of_their_own(call, monkeypatch: pytest.MonkeyPatch):
+    asked: list[TrainArgs] = []
+    monkeypatch.setattr("whisfusion.train.launch.main", asked.append)
+    stages = ("--then", "base_stage1 --learning-rate 1e-4 --minutes=2", "--then", "base_stage2")
+    answer = call("train", "--recipe", "base_hearing", *stages, "--steps", "9", "--data", "a")
+    assert answer.status == 0
+    then = (Stage("base_stage1", {"learning_rate": "1e-4", "minutes": "2"}), Stage("base_stage2"))
+    assert asked == [TrainArgs("base_hearing", ("a",), settings={"steps": "9"}, then=then)]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--then", ""), "must be a recipe and its options"),
+        (("--then", "tiny 'a"), "must be a recipe and its options"),
+        (("--then= --steps 3",), "must begin with the name of a recipe"),
+        (("--then", "tiny --steps"), "--steps has no value"),
         (("--steps",), "--steps has no value"),
         (("--steps", "--epochs", "3"), "--steps has no value"),
         (("--steps=3", "4"), "'4' does not belong to an option"),

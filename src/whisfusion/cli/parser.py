@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
         A command whose defaults have `takes_more` gets options that nobody described, as words in `more`.
         """
-        arguments, more = self.parse_known_args([_OPTION.sub(_underscored, word) for word in argv])
+        arguments, more = self.parse_known_args([underscored(word) for word in argv])
         if more and not getattr(arguments, "takes_more", False):
             self.error(f"unknown: {' '.join(more)}")
         arguments.more = more
@@ -81,8 +81,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 _OPTION = re.compile(r"^--[a-z][a-z0-9._-]*")
 
 
-def _underscored(option: re.Match[str]) -> str:
-    return "--" + option[0][2:].replace("-", "_")
+def underscored(word: str) -> str:
+    """--output-dir=a-b as --output_dir=a-b; other words as they are."""
+    return _OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), word)
 
 
 def checked(kind: Callable[[str], _Value], fits: Callable[[_Value], bool], wanted: str) -> Callable[[str], _Value]:

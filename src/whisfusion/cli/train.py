@@ -1,10 +1,15 @@
 """whisfusion train: a recipe and speech to a model folder."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from whisfusion.cli.parser import Arguments, Commands
+from whisfusion.cli.parser import Arguments, Commands, underscored
 from whisfusion.errors import OptionError
+
+if TYPE_CHECKING:
+    from whisfusion.train.prepare import Stage
 
 RECIPE_NAMES = (
     *("paper_stage1", "paper_stage2", "paper_stage2_uniform"),
@@ -23,6 +28,7 @@ examples:
   whisfusion train --recipe tiny --data tests/data/tiny --out runs/tiny
   whisfusion train --recipe finetune --init_from MODEL --data my_speech.jsonl --out runs/mine
   whisfusion train --recipe paper_stage1 --data DATA --dry_run
+  whisfusion train --recipe base_hearing --then base_stage1 --then "base_stage2 --minutes 5" --data DATA --out runs/base
   torchrun --nproc_per_node 8 -m whisfusion train --recipe paper_stage1 --data DATA --out runs/stage1
 """
 
@@ -46,6 +52,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="RUN", help="the run folder (default runs/last)")
     parser.add_argument("--resume", action="store_true", help="go on where the run in --out was stopped")
     parser.add_argument("--init_from", metavar="MODEL", help="a model to start from, by name or folder")
+    parser.add_argument(
+        "--then",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help='a run that follows, from the model of the one before: "RECIPE --steps 5000"; may be repeated',
+    )
     parser.add_argument("--dry_run", action="store_true", help="tell what would be done, and train nothing")
     parser.add_argument("--settings", action="store_true", help="list every field of the recipe, and its value")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1")
@@ -55,6 +68,7 @@ def add(commands: Commands) -> None:
 def run(arguments: Arguments) -> int:
     """Train; a run that was asked to stop has saved itself, which is no failure."""
     settings = pairs(arguments.more)
+    then = tuple(_stage(text) for text in arguments.then)
 
     from whisfusion.train import TrainArgs, main
 
@@ -73,9 +87,23 @@ def run(arguments: Arguments) -> int:
             dry_run=arguments.dry_run,
             device=arguments.device,
             workers=arguments.workers,
+            then=then,
         )
     )
     return 0
+
+
+def _stage(text: str) -> "Stage":
+    """A stage from the words of one --then. Raises OptionError where they make none."""
+    from whisfusion.train.prepare import Stage
+
+    try:
+        recipe, *words = shlex.split(text)
+    except ValueError:
+        raise OptionError(f"--then {text!r} must be a recipe and its options: 'base_stage1 --steps 5000'") from None
+    if recipe.startswith("-"):
+        raise OptionError(f"--then {text!r} must begin with the name of a recipe")
+    return Stage(recipe, pairs([underscored(word) for word in words]))
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:

@@ -79,9 +79,11 @@ class Recipe:
 
     # The optimiser.
     epochs: float | None = 12
-    """Length of the run in epochs, each as many draws as there are utterances; or give `steps`."""
+    """Length of the run in epochs, each as many draws as there are utterances; or give `steps` or `minutes`."""
     steps: int | None = None
-    """Length of the run in optimizer steps; or give `epochs`."""
+    """Length of the run in optimizer steps; or give `epochs` or `minutes`."""
+    minutes: float | None = None
+    """The run takes so long, all in all: as many steps as fit; or give `epochs` or `steps`."""
     learning_rate: float = 2e-4
     """The peak, reached after the warm-up."""
     fresh_rate: float = 1.0
@@ -151,10 +153,11 @@ class Recipe:
             for name, allowed in _CHOICES.items()
             if getattr(self, name) not in allowed
         ]
-        if (self.epochs is None) == (self.steps is None):
-            problems.append("give the length of a run as one of epochs and steps")
-        if (self.epochs is not None and not self.epochs > 0) or (self.steps is not None and self.steps < 1):
-            problems.append("a run must have a positive number of epochs or steps")
+        lengths = [length for length in (self.epochs, self.steps, self.minutes) if length is not None]
+        if len(lengths) != 1:
+            problems.append("give the length of a run as one of epochs, steps and minutes")
+        if not all(length > 0 for length in lengths):
+            problems.append("a run must have a positive number of epochs, steps or minutes")
         if not (self.learning_rate > 0 and self.fresh_rate > 0 and self.clip > 0):
             problems.append("learning_rate, fresh_rate and clip must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

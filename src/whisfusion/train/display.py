@@ -14,6 +14,10 @@ class Display(Protocol):
         """Print a sentence."""
         ...
 
+    def expect(self, steps: int) -> None:
+        """The run is now expected to have so many steps."""
+        ...
+
     def advance(self, step: int) -> None:
         """A step was handed to the device."""
         ...
@@ -45,6 +49,9 @@ class Silent:
     def say(self, text: str) -> None:
         """Nothing."""
 
+    def expect(self, steps: int) -> None:
+        """Nothing."""
+
     def advance(self, step: int) -> None:
         """Nothing."""
 
@@ -67,6 +74,10 @@ class Lines(Silent):
     def say(self, text: str) -> None:
         """Print a sentence."""
         print(text, file=sys.stderr, flush=True)
+
+    def expect(self, steps: int) -> None:
+        """Say so in the lines that follow."""
+        self._steps = steps
 
     def show(self, step: int, readings: Readings, speed: Speed, hours: float) -> None:
         """Print a line."""
@@ -96,6 +107,10 @@ class LiveBar(Silent):
     def say(self, text: str) -> None:
         """Print above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
+
+    def expect(self, steps: int) -> None:
+        """Stretch or shorten the bar."""
+        self._progress.update(self._task, total=steps)
 
     def advance(self, step: int) -> None:
         """Move the bar."""

@@ -1,5 +1,6 @@
 """`--dry-run`: what a run would hear, how long it would take and what memory it would need."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -44,26 +45,35 @@ class Estimate:
     """Of the whole run, at 40 % of the device's matrix peak."""
     memory_gb: float
     """On each rank, for the largest of its steps."""
+    timed: bool = False
+    """Whether the steps follow from the time, and not the other way round."""
 
     def render(self) -> str:
         """A table for people."""
+        pace = f"at {100 * _UTILISATION:.0f} % of this device's matrix peak"
+        time = f"about {duration(self.seconds)} {pace}"
+        if self.timed:
+            time = f"{duration(self.seconds)}, as asked: the steps are those that fit {pace}"
         rows = [
             ("steps", f"{self.steps:,} ({self.steps / self.steps_per_epoch:.1f} epochs of {self.steps_per_epoch:,})"),
             ("utterances a step", f"{self.utterances_per_step:,.0f}"),
             ("padding", f"{100 * self.padding:.0f} % of the audio windows"),
             ("parameters trained", f"{self.parameters / 1e6:,.1f} M"),
             ("arithmetic", f"{self.flops_per_step / 1e12:,.3g} TFLOP a step"),
-            ("time", f"about {duration(self.seconds)} at {100 * _UTILISATION:.0f} % of this device's matrix peak"),
+            ("time", time),
             ("memory", f"about {self.memory_gb:,.1f} GB on each rank"),
         ]
         return text_table(("estimate", ""), rows)
 
 
-def render_job(job: Job, world: int) -> str:
-    """Shares, what was left out, and the estimate: all that a dry run prints."""
-    sampler = job.recipe.sampler
-    rows = share_rows(job.filtered.kept, language_alpha=sampler.language_alpha, dataset_alpha=sampler.dataset_alpha)
-    parts = [*job.notes, render_shares(rows), job.filtered.render(), estimate(job, world).render()]
+def render_jobs(jobs: Sequence[Job], world: int) -> str:
+    """For each run: shares, what was left out, and the estimate. All that a dry run prints."""
+    parts = []
+    for job in jobs:
+        sampler = job.recipe.sampler
+        rows = share_rows(job.filtered.kept, language_alpha=sampler.language_alpha, dataset_alpha=sampler.dataset_alpha)
+        parts += [f"Stage {job.folder.name}, from {job.init_from or 'its start'}"] if job.home is not None else []
+        parts += [*job.notes, render_shares(rows), job.filtered.render(), estimate(job, world).render()]
     return "\n\n".join([*parts, "Nothing was trained: leave out --dry-run to start."])
 
 
@@ -83,15 +93,20 @@ def estimate(job: Job, world: int = 1) -> Estimate:
     if recipe.feeder == "bank":
         fixed += bank_bytes(job.filtered.kept, n_mels=encoder.mels, speeds=recipe.sampler.speeds)
     largest = max(_activation_bytes(recipe, step, tokens) for step in planned) / (world * recipe.accumulate)
+    seconds_per_step = flops / (peak * _UTILISATION * world)
+    steps = job.steps
+    if recipe.minutes is not None:
+        steps = max(1, int(60 * recipe.minutes / seconds_per_step))
     return Estimate(
-        steps=job.steps,
+        steps=steps,
         steps_per_epoch=steps_per_epoch,
         padding=sampler.padding(),
         utterances_per_step=sum(step.total_rows for step in planned) / len(planned),
         parameters=parameters,
         flops_per_step=flops,
-        seconds=job.steps * flops / (peak * _UTILISATION * world),
+        seconds=steps * seconds_per_step if recipe.minutes is None else 60 * recipe.minutes,
         memory_gb=(fixed + largest) / 1e9,
+        timed=recipe.minutes is not None,
     )
 
 

@@ -1,23 +1,34 @@
 """`whisfusion train`, put together: recipe, data, model, feeder, run."""
 
+import gc
 import json
 import os
+import sys
+import time
 from dataclasses import asdict
 
+import torch
+
 from whisfusion import __version__
+from whisfusion.data.bank import MelBank, build_bank
+from whisfusion.data.bank_feeder import BankFeeder
 from whisfusion.data.batch import Feeder
+from whisfusion.data.filters import Filtered
 from whisfusion.data.stream import StreamFeeder, StreamOptions
+from whisfusion.data.utterance import Utterance
+from whisfusion.train.budget import Budget
 from whisfusion.train.checkpoints import Checkpoints
 from whisfusion.train.dev import DevSet
 from whisfusion.train.display import Display, make_display
-from whisfusion.train.estimate import render_job
+from whisfusion.train.estimate import render_jobs
 from whisfusion.train.log import RunLog
 from whisfusion.train.loop import Run
 from whisfusion.train.model import model_config, starting_point
 from whisfusion.train.parallel import Ranks, join_ranks
 from whisfusion.train.plots import draw_plots
-from whisfusion.train.prepare import Job, TrainArgs, prepare, sampler_options
+from whisfusion.train.prepare import Job, TrainArgs, run_folder, sampler_options
 from whisfusion.train.report import write_report
+from whisfusion.train.stages import prepare_stages, write_plan
 from whisfusion.train.state import Progress, TrainState
 from whisfusion.train.trainer import Trainer
 
@@ -27,16 +38,28 @@ def main(args: TrainArgs) -> bool:
 
     Raises OptionError, listing every problem, before anything is trained.
     """
-    job = prepare(args)
+    jobs, plan = prepare_stages(args)
     if args.dry_run:
-        print(render_job(job, int(os.environ.get("WORLD_SIZE", "1"))))
+        print(render_jobs(jobs, int(os.environ.get("WORLD_SIZE", "1"))))
         return True
-    with join_ranks(job.device) as ranks:
-        return train(job, ranks)
+    if not jobs:
+        print("all stages are done", file=sys.stderr)
+        return True
+    with join_ranks(jobs[0].device) as ranks:
+        if plan is not None and ranks.main:
+            write_plan(plan, run_folder(args))
+        kept = Kept(ranks)
+        for number, job in enumerate(jobs):
+            if number:
+                _clear_away(ranks)
+            if not train(job, ranks, kept):
+                return False
+    return True
 
 
-def train(job: Job, ranks: Ranks) -> bool:
+def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
     """Run a job that `prepare` found nothing wrong with."""
+    began = time.perf_counter()
     recipe = job.recipe
     start = starting_point(recipe, job.init_from)
     facts = {"recipe": job.recipe_name, "version": __version__}
@@ -45,9 +68,11 @@ def train(job: Job, ranks: Ranks) -> bool:
     with make_display(job.steps, main=ranks.main) as display:
         for note in job.notes:
             display.say(note)
-        if recipe.feeder == "bank":
+        if job.home is not None:
+            display.say(f"stage {job.folder.name} of {job.home}")
+        if recipe.feeder == "bank" and not kept.has_bank(job, start.encoder.config.mels):
             display.say(f"making spectrograms of {len(job.filtered.kept):,} clips")
-        feeder = make_feeder(job, start.encoder.config.mels, ranks)
+        feeder = make_feeder(job, start.encoder.config.mels, ranks, kept)
         trainer = Trainer(start.decoder, start.encoder, recipe, steps=job.steps, ranks=ranks)
         state = TrainState(trainer, feeder, Progress())
         try:
@@ -60,11 +85,12 @@ def train(job: Job, ranks: Ranks) -> bool:
             log = RunLog(job.folder, main=ranks.main, resume_at=trainer.step_number)
             if not log.has_events:
                 display.say("tensorboard is not installed: the curves are in log.csv and dev.csv alone")
-            dev = DevSet(job.dev, ranks) if job.dev else None
+            dev = kept.dev(job)
             if dev is not None and dev.failures:
                 log.skipped(trainer.step_number, dev.failures)
                 display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
-            run = Run(state, config, job.folder, checkpoints, log, display, dev, start.bundles_encoder)
+            budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
+            run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, start.bundles_encoder)
             finished = run.fit()
             log.close()
             if ranks.main:
@@ -80,39 +106,82 @@ def finish(job: Job, state: TrainState, display: Display, *, finished: bool) -> 
         draw_plots(job.folder)
     except ImportError:
         display.say("matplotlib is not installed: no plots (pip install whisfusion[plots])")
+    if finished and job.recipe.minutes is not None and state.trainer.steps <= job.recipe.warmup_steps:
+        display.say(f"only {state.trainer.steps} steps fit, and all were warm-up: lower --warmup_steps")
     report = write_report(job.folder, state, job.recipe_name, finished=finished)
     if finished:
         display.say(f"the model is {job.folder / 'model'}; about the run: {report}")
     else:
-        display.say(f"stopped at step {state.trainer.step_number} and saved: go on with --resume --out {job.folder}")
+        folder = job.home or job.folder
+        display.say(f"stopped at step {state.trainer.step_number} and saved: go on with --resume --out {folder}")
 
 
 def write_config(job: Job) -> None:
     """Write config.json of the run folder: the recipe, and what it is applied to."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    described = {"version": __version__, **job.description, "steps": job.steps, "recipe": asdict(job.recipe)}
+    steps = job.steps if job.recipe.minutes is None else None
+    described = {"version": __version__, **job.description, "steps": steps, "recipe": asdict(job.recipe)}
     temporary = job.folder / ".config.part"
     temporary.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     temporary.replace(job.folder / "config.json")
 
 
-def make_feeder(job: Job, mels: int, ranks: Ranks) -> Feeder:
+class Kept:
+    """What one stage leaves to the next that agrees on it: the bank of spectrograms, the dev set's samples."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._bank: tuple[Filtered, int, tuple[float, ...], MelBank] | None = None
+        self._dev: tuple[list[Utterance], DevSet] | None = None
+
+    def has_bank(self, job: Job, mels: int) -> bool:
+        """Whether the bank that a job asks for is there."""
+        if self._bank is None:
+            return False
+        filtered, bins, speeds, _ = self._bank
+        return filtered is job.filtered and (bins, speeds) == (mels, job.recipe.sampler.speeds)
+
+    def bank(self, job: Job, mels: int) -> MelBank:
+        """The bank that a job asks for, made if it is not there; another one makes room for it."""
+        if self._bank is None or not self.has_bank(job, mels):
+            self._bank = None
+            speeds = job.recipe.sampler.speeds
+            bank = build_bank(
+                job.filtered.kept,
+                n_mels=mels,
+                speeds=speeds,
+                device=self._ranks.device,
+                # One worker would do no more than this process, and would have to be started.
+                workers=job.workers if job.workers > 1 else 0,
+            )
+            self._bank = job.filtered, mels, speeds, bank
+        return self._bank[-1]
+
+    def dev(self, job: Job) -> DevSet | None:
+        """A job's dev set, decoded if it was not; all ranks must ask together."""
+        if not job.dev:
+            return None
+        if self._dev is None or self._dev[0] != job.dev:
+            self._dev = job.dev, DevSet(job.dev, self._ranks)
+        return self._dev[1]
+
+
+def _clear_away(ranks: Ranks) -> None:
+    """Between stages: wait for the model to be written, and free what the stage held on the device."""
+    ranks.wait()
+    gc.collect()
+    # What was compiled for one stage counts to a limit that another may need; the kernels stay cached on disk.
+    torch.compiler.reset()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def make_feeder(job: Job, mels: int, ranks: Ranks, kept: Kept) -> Feeder:
     """The feeder that the recipe names."""
     recipe = job.recipe
     if recipe.feeder == "bank":
-        from whisfusion.data.bank import build_bank
-        from whisfusion.data.bank_feeder import BankFeeder
-
-        bank = build_bank(
-            job.filtered.kept,
-            n_mels=mels,
-            speeds=recipe.sampler.speeds,
-            device=ranks.device,
-            # One worker would do no more than this process, and would have to be started.
-            workers=job.workers if job.workers > 1 else 0,
-        )
         return BankFeeder(
-            bank,
+            kept.bank(job, mels),
             sampler_options(recipe),
             canvas=recipe.decoder.canvas,
             text_style=recipe.text_style,

@@ -3,6 +3,7 @@
 import math
 import shutil
 import signal
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,11 +15,12 @@ from whisfusion.checkpoint import ModelConfig
 from whisfusion.data.batch import Step
 from whisfusion.errors import WhisfusionError
 from whisfusion.train import schedule
+from whisfusion.train.budget import Budget
 from whisfusion.train.checkpoints import Checkpoints
 from whisfusion.train.dev import DevSet
 from whisfusion.train.display import Display
 from whisfusion.train.log import RunLog
-from whisfusion.train.meter import Meter
+from whisfusion.train.meter import Counted, Meter
 from whisfusion.train.parallel import StopSignal
 from whisfusion.train.state import TrainState
 
@@ -33,6 +35,7 @@ class Run:
     checkpoints: Checkpoints
     log: RunLog
     display: Display
+    budget: Budget
     dev: DevSet | None = None
     bundle_encoder: bool = False
     """Whether exported models hold the encoder too."""
@@ -48,15 +51,18 @@ class Run:
                 meter.add(batches)
                 step = trainer.step_number
                 self.display.advance(step)
-                done, stopping = step == trainer.steps, stop()
-                evaluating = self.dev is not None and (step % recipe.eval_every == 0 or done)
-                saving = step % recipe.save_every == 0 or done or stopping
-                if step % recipe.log_every == 0 or evaluating or saving:
+                stopping = stop()
+                evaluating = self.dev is not None and step % recipe.eval_every == 0
+                saving = step % recipe.save_every == 0 or stopping
+                if step % recipe.log_every == 0 or evaluating or saving or self._ends_or_looks(step):
                     self._read(meter)
+                # A run with a time to keep may have learned just now that it ends here, or not yet.
+                done = step >= trainer.steps
+                evaluating, saving = evaluating or (done and self.dev is not None), saving or done
                 if evaluating:
                     self._evaluate()
                 if saving:
-                    self.state.save(self.checkpoints)
+                    self._save()
                 if evaluating or saving:
                     # Neither is training.
                     meter.resume()
@@ -89,12 +95,13 @@ class Run:
         _replace_folder(temporary, folder)
 
     def _steps(self) -> Iterator[Step]:
-        """The feeder's steps, as many as are left."""
-        trainer = self.state.trainer
-        left = trainer.steps - trainer.step_number
-        if left > 0:
-            for _, batches in zip(range(left), self.state.feeder, strict=False):
-                yield batches
+        """The feeder's steps, as many as are left; how many that is may change on the way."""
+        trainer, steps = self.state.trainer, iter(self.state.feeder)
+        while trainer.step_number < trainer.steps:
+            yield next(steps)
+
+    def _ends_or_looks(self, step: int) -> bool:
+        return step >= self.state.trainer.steps or self.budget.due(step)
 
     def _read(self, meter: Meter) -> None:
         """Wait for the device, and write down what came of the steps since the last time."""
@@ -108,8 +115,9 @@ class Run:
         progress.utterances += counted.utterances
         progress.seconds += counted.seconds
         progress.train_seconds += counted.train_seconds
-        epoch = self.state.feeder.state_dict()["epoch"]
         rate = schedule.learning_rate(trainer.recipe, step - 1, trainer.steps)
+        self._count_steps(counted)
+        epoch = self.state.feeder.state_dict()["epoch"]
         self.log.step(step, epoch, rate, readings, counted.speed, progress)
         self.display.show(step, readings, counted.speed, progress.seconds / 3600)
         failures = [f for part in trainer.ranks.gather(self.state.feeder.failures()) for f in part]
@@ -119,10 +127,28 @@ class Run:
             more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
             self.display.say(f"left out {failures[0].id} ({failures[0].reason}){more}: see skipped.jsonl")
 
+    def _count_steps(self, counted: Counted) -> None:
+        """Look at the clock, and expect as many steps as fit where the run has a time to keep."""
+        trainer, progress = self.state.trainer, self.state.progress
+        steps = self.budget.steps(trainer.step_number, counted.steps, counted.train_seconds)
+        if steps is not None:
+            # One clock for all ranks.
+            trainer.steps = trainer.ranks.share(steps)
+            self.budget.plan_look(trainer.step_number, trainer.steps)
+            self.display.expect(trainer.steps)
+        progress.expected_steps = trainer.steps
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self.state.progress.elapsed = self.budget.elapsed()
+        self.state.save(self.checkpoints)
+        self.state.progress.saving_seconds = time.perf_counter() - began
+
     def _evaluate(self) -> None:
         trainer, progress = self.state.trainer, self.state.progress
         if self.dev is None:
             return
+        began = time.perf_counter()
         result = self.dev.evaluate(self.config, trainer.encoder, trainer.ema, trainer.recipe)
         self.log.dev(trainer.step_number, result)
         sets = ", ".join(f"{name} {100 * rate:.2f}" for name, rate in result.by_dataset.items())
@@ -130,6 +156,7 @@ class Run:
         if progress.best_wer is None or result.rate < progress.best_wer:
             progress.best_wer, progress.best_step = result.rate, trainer.step_number
             self.export(self.folder / "best")
+        progress.evaluation_seconds = time.perf_counter() - began
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class Speed:
 class Counted:
     """What the steps since the last reading held, over all ranks."""
 
+    steps: int
     utterances: int
     seconds: float
     train_seconds: float
@@ -76,6 +77,7 @@ class Meter:
         utterances, seconds = (sum(part) for part in zip(*counts, strict=True))
         share = None if self._peak is None else self._flops / max(self._spent, 1e-9) / self._peak
         counted = Counted(
+            steps=self._steps,
             utterances=int(utterances),
             seconds=seconds,
             train_seconds=self._spent,

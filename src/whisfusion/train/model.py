@@ -38,26 +38,40 @@ class StartingPoint:
 
 
 def adopt(recipe: Recipe, model: str) -> Recipe:
-    """The recipe with the architecture of a model to start from; dropout stays its own, and parts can be added."""
+    """The recipe with the architecture of a model to start from, as in `follow`."""
     config, files = checkpoint.read_config(hub.resolve(model))
     bundled = any(name.startswith("encoder") for name in files)
-    return replace(
+    made = replace(
         recipe,
-        decoder=replace(
-            config.decoder,
-            dropout=recipe.decoder.dropout,
-            drafts=config.decoder.drafts or recipe.decoder.drafts,
-            **{
-                name: getattr(config.decoder, name) or getattr(recipe.decoder, name)
-                for name in ("reach", "spells_every")
-                if config.decoder.adapter
-            },
-        ),
+        decoder=config.decoder,
         encoder=config.encoder_name,
         random_encoder=config.encoder if bundled else None,
         start="random",
         window=config.window,
         text_style=config.text_style,
+    )
+    return follow(recipe, made)
+
+
+def follow(recipe: Recipe, before: Recipe) -> Recipe:
+    """The recipe with the architecture that `before` trains; dropout stays its own, and parts can be added."""
+    return replace(
+        recipe,
+        decoder=replace(
+            before.decoder,
+            dropout=recipe.decoder.dropout,
+            drafts=before.decoder.drafts or recipe.decoder.drafts,
+            **{
+                name: getattr(before.decoder, name) or getattr(recipe.decoder, name)
+                for name in ("reach", "spells_every")
+                if before.decoder.adapter
+            },
+        ),
+        encoder=before.encoder,
+        random_encoder=before.random_encoder,
+        start="random",
+        window=before.window,
+        text_style=before.text_style,
     )
 
 

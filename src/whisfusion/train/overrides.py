@@ -20,8 +20,8 @@ _Options = TypeVar("_Options")
 def override(recipe: Recipe, given: Mapping[str, str]) -> Recipe:
     """The recipe with fields replaced: {"learning_rate": "3e-4", "decoder.layers": "6", "steps": "none"}.
 
-    Tuples are JSON or words with commas between. Giving `steps` unsets `epochs` and the other way round, and
-    so do sampler.utterances and sampler.seconds. Raises one OptionError that names every mistake.
+    Tuples are JSON or words with commas between. Giving one of `steps`, `epochs` and `minutes` unsets the
+    others, and so with sampler.utterances and sampler.seconds. Raises one OptionError that names every mistake.
     """
     problems: list[str] = []
     result = apply(recipe, given, problems)
@@ -43,14 +43,20 @@ def apply(recipe: Recipe, given: Mapping[str, str], problems: list[str]) -> Reci
             _put(raw, name.split("."), _from_text(text, names[name]), names)
         except ValueError as error:
             found.append(f"{name} {error}")
-    for one, other in _EITHER:
-        if one in given and other not in given:
-            _put(raw, other.split("."), None, names)
-        elif other in given and one not in given:
-            _put(raw, one.split("."), None, names)
+    for group in _ONE_OF:
+        if any(name in given for name in group):
+            for name in group:
+                if name not in given:
+                    _put(raw, name.split("."), None, names)
     result = _build(Recipe, raw, found, stand_in=recipe)
     problems += found
     return recipe if found or result is None else result
+
+
+def on_top(given: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Both together, `more` where they disagree: a run of so many minutes does not keep the steps it was given."""
+    replaced = {name for group in _ONE_OF if any(name in more for name in group) for name in group}
+    return {name: text for name, text in given.items() if name not in replaced} | dict(more)
 
 
 def from_json(raw: Mapping[str, Any]) -> Recipe:
@@ -73,7 +79,7 @@ def field_names(kind: type, prefix: str = "") -> dict[str, Any]:
     return names
 
 
-_EITHER = (("steps", "epochs"), ("sampler.utterances", "sampler.seconds"))
+_ONE_OF = (("steps", "epochs", "minutes"), ("sampler.utterances", "sampler.seconds"))
 
 
 def _put(raw: dict[str, Any], path: Sequence[str], value: Any, names: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from whisfusion.data.filters import Filtered, FilterOptions, filter_utterances
 from whisfusion.data.manifest import missing_audio, parse_manifest
 from whisfusion.data.sampler import Sampler
 from whisfusion.data.utterance import Utterance
+from whisfusion.decoder import Canvas
 from whisfusion.errors import OptionError, WhisfusionError
 from whisfusion.loading import resolve_device
 from whisfusion.tokenizer import LANGUAGES
 from whisfusion.train.config import Recipe
 from whisfusion.train.dev import spread
-from whisfusion.train.model import adopt
+from whisfusion.train.model import adopt, follow
 from whisfusion.train.overrides import apply, from_json
 from whisfusion.train.recipes import RECIPES
 
 DEFAULT_RUN = Path("runs/last")
+STAGES_FILE = "stages.json"
+"""What a folder of several stages has in place of config.json."""
 FREE_ON_RESUME = frozenset(
     {
         "accumulate",
@@ -44,6 +48,16 @@ FREE_ON_RESUME = frozenset(
 """Fields that a resumed run may change: they are about the machine and about watching, not about what is learned."""
 _SHOWN = 20
 """Problems that are spelt out; the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run that follows another one, from its model."""
+
+    recipe: str
+    """A name in `RECIPES`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the recipe by name, on top of those that all stages have."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,8 @@ class TrainArgs:
     """"auto", "cpu", "cuda" or "cuda:1"."""
     workers: int | None = None
     """Threads that decode audio on each rank; the machine's cores are shared out if not given."""
+    then: tuple[Stage, ...] = ()
+    """Runs that follow, each from the model of the one before; `settings` are for all of them (see stages.py)."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,11 @@ class Job:
     """The training utterances, and what was left out."""
     dev: list[Utterance]
     steps: int
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; 1 where the recipe gives minutes, until the first step was timed."""
+    known: frozenset[str] = frozenset()
+    """The languages of the model that comes out."""
+    home: Path | None = None
+    """The folder to resume, where this is one of several stages."""
     notes: tuple[str, ...] = ()
     """What the user should know before it starts."""
 
@@ -111,13 +131,56 @@ class Job:
 def prepare(args: TrainArgs) -> Job:
     """Check everything that can be checked before training. Raises one OptionError that lists every problem."""
     problems: list[str] = []
-    folder = Path(args.out) if args.out is not None else DEFAULT_RUN
+    if args.resume:
+        # It knows what it started from.
+        args = replace(args, init_from=None)
+    elif not args.dry_run:
+        problems += taken(run_folder(args))
+    job = prepare_one(args, Corpus(), problems)
+    report(problems)
+    return job
+
+
+def run_folder(args: TrainArgs) -> Path:
+    """Where the run is, or will be."""
+    return Path(args.out) if args.out is not None else DEFAULT_RUN
+
+
+def taken(folder: Path) -> list[str]:
+    """A sentence if there is a run in the folder."""
+    if not any((folder / name).exists() for name in ("config.json", STAGES_FILE)):
+        return []
+    return [f"{folder} already holds a run: go on with --resume, or choose another --out"]
+
+
+class Corpus:
+    """Manifests and what is left of them, read and filtered once for all stages that agree on how."""
+
+    def __init__(self) -> None:
+        self.parse = cache(parse_manifest)
+        """`parse_manifest`, each set of manifests once."""
+        self.filter = cache(self._filter)
+        """The utterances of manifests that pass the filters and fit the canvas. Raises ManifestError."""
+        self.missing = cache(self._missing)
+        """A sentence for every file of such utterances that is not there."""
+
+    def _filter(self, paths: tuple[str, ...], filters: FilterOptions, canvas: Canvas) -> Filtered:
+        return filter_utterances(self.parse(*paths)[0], filters, positions=canvas.positions)
+
+    def _missing(self, paths: tuple[str, ...], filters: FilterOptions, canvas: Canvas) -> list[str]:
+        return missing_audio(self.filter(paths, filters, canvas).kept)
+
+
+def prepare_one(args: TrainArgs, corpus: Corpus, problems: list[str], before: Job | None = None) -> Job:
+    """A job, or as near to one as the mistakes allow, of which each adds a sentence to `problems`.
+
+    before: the run that will make the model `init_from`, where there is none yet.
+    """
+    folder = run_folder(args)
     if args.resume:
         args = _resumed(args, folder)
-    elif (folder / "config.json").exists() and not args.dry_run:
-        problems.append(f"{folder} already holds a run: go on with --resume, or choose another --out")
     recipe_problems: list[str] = []
-    recipe = _recipe(args, folder, recipe_problems)
+    recipe = _recipe(args, folder, recipe_problems, before)
     problems += recipe_problems
     device = _attempt(lambda: resolve_device(args.device), torch.device("cpu"), problems)
     if recipe.precision == "auto":
@@ -125,10 +188,10 @@ def prepare(args: TrainArgs) -> Job:
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if device.type == "cuda" and local > torch.cuda.device_count():
         problems.append(f"{local} processes on a machine with {torch.cuda.device_count()} GPUs: start fewer")
-    filtered, dev, notes = _read_data(args, recipe, problems)
+    known = _known(args, before)
+    filtered, dev, notes = _read_data(args, recipe, corpus, known, problems)
     # A recipe with mistakes is not the one whose steps would be counted.
     steps = 0 if recipe_problems or not filtered.kept else _steps(recipe, filtered, world, problems)
-    _report(problems)
     return Job(
         recipe_name=args.recipe,
         recipe=recipe,
@@ -143,6 +206,7 @@ def prepare(args: TrainArgs) -> Job:
         dev=dev,
         steps=steps,
         notes=tuple(notes),
+        known=known | {utterance.language for utterance in filtered.kept},
     )
 
 
@@ -155,13 +219,13 @@ def _resumed(args: TrainArgs, folder: Path) -> TrainArgs:
             recipe=described["recipe_name"],
             data=args.data or tuple(described["data"]),
             dev=args.dev or tuple(described["dev"]),
-            init_from=described["init_from"],
+            init_from=args.init_from or described["init_from"],
         )
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"there is no run to resume in {folder}: config.json cannot be read ({error})") from None
 
 
-def _recipe(args: TrainArgs, folder: Path, problems: list[str]) -> Recipe:
+def _recipe(args: TrainArgs, folder: Path, problems: list[str], before: Job | None) -> Recipe:
     """The recipe that was asked for, or as near to it as its mistakes allow."""
     if args.recipe not in RECIPES:
         problems.append(f"there is no recipe {args.recipe!r}: choose one of {', '.join(RECIPES)}")
@@ -170,6 +234,9 @@ def _recipe(args: TrainArgs, folder: Path, problems: list[str]) -> Recipe:
     if args.resume:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         recipe = _attempt(lambda: from_json(described["recipe"]), recipe, problems)
+    elif before is not None:
+        base, made = recipe, before.recipe
+        recipe = _attempt(lambda: follow(base, made), base, problems)
     elif args.init_from is not None:
         model, base = args.init_from, recipe
         recipe = _attempt(lambda: adopt(base, model), base, problems)
@@ -181,22 +248,34 @@ def _recipe(args: TrainArgs, folder: Path, problems: list[str]) -> Recipe:
     return changed
 
 
-def _read_data(args: TrainArgs, recipe: Recipe, problems: list[str]) -> tuple[Filtered, list[Utterance], list[str]]:
+def _known(args: TrainArgs, before: Job | None) -> frozenset[str]:
+    """The languages of the model to start from."""
+    if before is not None:
+        return before.known
+    if args.init_from is None:
+        return frozenset()
+    model = args.init_from
+    return frozenset(_attempt(lambda: read_config(hub.resolve(model))[0].languages, LANGUAGES, []))
+
+
+def _read_data(
+    args: TrainArgs, recipe: Recipe, corpus: Corpus, known: frozenset[str], problems: list[str]
+) -> tuple[Filtered, list[Utterance], list[str]]:
     """What to train on, what to evaluate on, and what the user should know of it."""
     if not args.data:
         problems.append("there is nothing to train on: give manifests or folders with --data")
-    utterances, bad = parse_manifest(*args.data)
-    dev, bad_dev = parse_manifest(*args.dev)
+    utterances, bad = corpus.parse(*args.data)
+    dev, bad_dev = corpus.parse(*args.dev)
     problems += bad + bad_dev
     filters = replace(recipe.filters, text_style=recipe.text_style)
     problems += _unknown_languages([*utterances, *dev], filters)
-    positions = recipe.decoder.canvas.positions
-    filtered = _attempt(lambda: filter_utterances(utterances, filters, positions=positions), None, problems)
+    wanted = args.data, filters, recipe.decoder.canvas
+    filtered = _attempt(lambda: corpus.filter(*wanted), None, problems)
     if filtered is None:
         return Filtered([], np.zeros(0, dtype=np.int64)), [], []
-    dev, notes = _readable(args, filtered, dev)
+    dev, notes = _readable(known, filtered, dev)
     dev = spread([u for u in dev if u.duration <= filters.max_seconds], recipe.dev_clips)
-    problems += missing_audio([*filtered.kept, *dev])
+    problems += dict.fromkeys([*corpus.missing(*wanted), *missing_audio(dev)])
     if utterances and not filtered.kept:
         problems.append(f"none of the utterances can be used:\n{filtered.render()}")
     return filtered, dev, notes
@@ -211,12 +290,9 @@ def _unknown_languages(utterances: Sequence[Utterance], filters: FilterOptions) 
     ]
 
 
-def _readable(args: TrainArgs, filtered: Filtered, dev: Sequence[Utterance]) -> tuple[list[Utterance], list[str]]:
+def _readable(known: frozenset[str], filtered: Filtered, dev: Sequence[Utterance]) -> tuple[list[Utterance], list[str]]:
     """The dev clips in languages that the model learns or starts with, and a sentence on the others."""
-    known = {utterance.language for utterance in filtered.kept}
-    if args.init_from is not None:
-        model = args.init_from
-        known |= set(_attempt(lambda: read_config(hub.resolve(model))[0].languages, LANGUAGES, []))
+    known |= {utterance.language for utterance in filtered.kept}
     foreign = sorted({utterance.language for utterance in dev} - known)
     note = f"dev clips in {', '.join(foreign)} are left out: nothing is trained on these languages"
     return [utterance for utterance in dev if utterance.language in known], [note] if foreign else []
@@ -232,6 +308,8 @@ def _steps(recipe: Recipe, filtered: Filtered, world: int, problems: list[str]) 
     sampler = _attempt(lambda: _sampler(recipe, filtered, 0, world), None, problems)
     if sampler is None:
         return 0
+    if recipe.minutes is not None:
+        return 1
     steps = recipe.steps or max(1, round((recipe.epochs or 1) * sampler.steps_per_epoch()))
     if recipe.warmup_steps >= steps:
         problems.append(f"warmup_steps {recipe.warmup_steps} must be fewer than the {steps} steps of this run")
@@ -263,7 +341,8 @@ def _attempt(action: Any, otherwise: Any, problems: list[str]) -> Any:
         return otherwise
 
 
-def _report(problems: Sequence[str]) -> None:
+def report(problems: Sequence[str]) -> None:
+    """Raise one OptionError that lists every problem, if there are any."""
     if not problems:
         return
     head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

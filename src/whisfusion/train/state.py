@@ -30,6 +30,14 @@ class Progress:
     best_step: int | None = None
     train_seconds: float = 0.0
     """Of wall-clock time spent on steps."""
+    elapsed: float = 0.0
+    """Seconds of wall-clock time from the run's start to its last reading, its stops left out."""
+    evaluation_seconds: float = 0.0
+    """What the last evaluation took."""
+    saving_seconds: float = 0.0
+    """What the last checkpoint took."""
+    expected_steps: int = 0
+    """Of the whole run, at its last reading; a run with a time to keep has no other number."""
 
 
 @dataclass
@@ -61,6 +69,8 @@ class TrainState:
         trainer.skip_to(meta["step"])
         self.feeder.load_state_dict(meta["feeder"])
         self.progress = Progress(**meta["progress"])
+        if trainer.recipe.minutes is not None:
+            trainer.steps = max(trainer.step_number, self.progress.expected_steps)
         return warnings
 
     def _tensors(self) -> dict[str, Any]:
