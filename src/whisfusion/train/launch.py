@@ -170,8 +170,6 @@ def _clear_away(ranks: Ranks) -> None:
     """Between stages: wait for the model to be written, and free what the stage held on the device."""
     ranks.wait()
     gc.collect()
-    # What was compiled for one stage counts to a limit that another may need; the kernels stay cached on disk.
-    torch.compiler.reset()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -221,8 +221,9 @@ def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 def prepare_blocks(blocks: nn.ModuleList, *, compiled: bool, checkpointed: bool = False) -> None:
     """Make each block recompute its activations in the backward pass, or run compiled; names stay as they are."""
     if compiled:
-        # All blocks share the code of `Block.forward`: every shape of encoder and decoder counts to one limit.
-        setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010 - typed as the literal 8
+        # All blocks share the code of `Block.forward`: every shape of encoder and decoder counts to one limit, and so
+        # does every stage of a run, of which the later ones find much of theirs compiled already.
+        setattr(torch._dynamo.config, "recompile_limit", 200)  # noqa: B010 - typed as the literal 8
     for block in blocks:
         if checkpointed:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
