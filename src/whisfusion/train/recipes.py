@@ -131,7 +131,7 @@ def trial_paper() -> Recipe:
 
 def base_hearing() -> Recipe:
     """What the bundled model's adapter learns before the decoder joins in: to spell, by CTC alone."""
-    return replace(base_stage1(), learns="adapter", ctc_weight=1.0, steps=8000, learning_rate=1e-3, floor=0.05)
+    return replace(base_stage1(), learns="adapter", ctc_weight=1.0, steps=8000, floor=0.05)
 
 
 def base_stage1() -> Recipe:
@@ -152,7 +152,9 @@ def base_stage1() -> Recipe:
         placing_weight=1.0,
         language_share=0.1,
         steps=10_000,
-        learning_rate=4e-4,
+        learning_rate=3e-4,
+        # The adapter has the furthest to go.
+        fresh_rate=3.0,
         warmup_steps=500,
         floor=0.1,
         eval_every=2000,
