@@ -9,6 +9,7 @@ import torch
 from conftest import hum
 
 import whisfusion
+from whisfusion import checkpoint
 from whisfusion.errors import AudioError, LanguageError, OptionError
 from whisfusion.tokenizer import ENDOFTEXT
 from whisfusion.transcriber import Transcriber
@@ -248,3 +249,16 @@ def test_unknown_devices_and_dtypes_are_refused(tiny_model):
         whisfusion.load(tiny_model, device="cpu", dtype="int4")
     with pytest.raises(OptionError, match="system"):
         whisfusion.load(tiny_model, device="cpu", system="kaldi")  # ty: ignore
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "graphs"),
+    [("cuda", "auto", True), ("cuda", "graph", True), ("cuda", "eager", False), ("cpu", "auto", False)],
+)
+def test_graphs_are_the_default_on_a_gpu(tiny_model, monkeypatch, device, engine, graphs):
+    model, made = checkpoint.load(tiny_model, dtype=torch.float32), []
+    monkeypatch.setattr("whisfusion.loading.resolve_device", lambda _: torch.device(device))
+    monkeypatch.setattr("whisfusion.loading.checkpoint.load", lambda *_, **__: model)
+    monkeypatch.setattr("whisfusion.loading.GraphEngine", made.append)
+    whisfusion.load(tiny_model, dtype="float32", engine=engine)
+    assert made == [model] * graphs

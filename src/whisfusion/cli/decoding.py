@@ -37,7 +37,7 @@ def add_model_options(parser: Parser) -> None:
         "--engine",
         choices=("auto", "eager", "graph"),
         default="auto",
-        help="graph: CUDA graphs, which get ready for each new shape of batch; auto (default) is eager",
+        help="graph: CUDA graphs, which get ready for each new shape of batch; auto (default): on an NVIDIA GPU graph",
     )
 
 
