@@ -33,7 +33,7 @@ fi
 [ -e nothing ] || whisfusion data nothing --hours 1 --out nothing
 speak() { # language, engine, hours, voices held out for tuning
     [ -e "synthetic/$1-$2" ] || whisfusion data synthesise "$text/$1.txt.xz" --language "$1" --engine "$2" --hours "$3" \
-        --held_out_voices "$4" --held_out_sentences 40 --against "${evaluation[@]}" --out "synthetic/$1-$2"
+        --held_out_voices "$4" --held_out_sentences 40 --coding opus --against "${evaluation[@]}" --out "synthetic/$1-$2"
 }
 speak de pico 6 2
 for language in es fr it; do speak $language pico 5 2; done

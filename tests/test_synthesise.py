@@ -286,3 +286,9 @@ def test_rhvoice_keeps_the_tempo_whatever_the_size_and_the_pitch():
     assert max(seconds) < 1.1 * min(seconds)
     slow, fast = (len(speak(engine, "Dzisiaj jest ładna pogoda.", engine.voices("pl")[0], t)) for t in (0.8, 1.25))
     assert 1.3 < slow / fast < 1.8
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_the_same_clip_gives_the_same_bytes(coding):
+    samples = np.random.default_rng(5).uniform(-0.5, 0.5, 8_000)
+    assert encode(samples, coding) == encode(samples, coding)

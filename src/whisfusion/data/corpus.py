@@ -11,13 +11,13 @@ import numpy as np
 
 from whisfusion.audio import SAMPLE_RATE
 from whisfusion.data.manifest import Utterance, write_manifest
+from whisfusion.data.pack import encode_opus
 from whisfusion.data.shard import write_shard
 
 Coding = Literal["flac", "wav", "opus"]
 """How samples lie in a shard: FLAC is exact, half of WAV's size and decodes as fast as a disk reads; Opus a tenth."""
 CODINGS: tuple[Coding, ...] = get_args(Coding)
 _CLIPS_PER_SHARD = 3000
-_FORMATS = {"flac": ("FLAC", "PCM_16"), "wav": ("WAV", "PCM_16"), "opus": ("OGG", "OPUS")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ def encode(samples: np.ndarray, coding: Coding) -> bytes:
     """Return float samples in [-1, 1], 16 kHz mono, as the bytes of a sound file."""
     import soundfile
 
+    if coding == "opus":
+        return encode_opus(samples.astype(np.float32))
     buffer = io.BytesIO()
-    container, subtype = _FORMATS[coding]
-    soundfile.write(buffer, samples, SAMPLE_RATE, format=container, subtype=subtype)
+    soundfile.write(buffer, samples, SAMPLE_RATE, format=coding.upper(), subtype="PCM_16")
     return buffer.getvalue()
 
 
