@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from whisfusion.attention import Tiles
-from whisfusion.kernels_triton import begin, launching
 
 # Triton is not on every machine, and takes tensors for what its kernels declare as pointers: checkers see Any.
 triton: Any = import_module("triton")
@@ -64,7 +63,6 @@ def attention(
         COLUMNS=tiles.columns,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **launching(),
     )
     if tiles.parts > 1:
         _join[(rows,)](
@@ -78,7 +76,6 @@ def attention(
             PARTS=tiles.parts,
             BLOCK=triton.next_power_of_2(heads),
             num_warps=4,
-            **launching(),
         )
     return out_RD
 
@@ -159,10 +156,8 @@ def _attention(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """ROWS queries of one head, and one part of its keys."""
-    begin(EARLY)
     sequence, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     part = tl.program_id(2)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -215,10 +210,8 @@ def _join(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """All heads of one row: what the parts of the keys gave, each by its share of the mass."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)[None, :]

@@ -15,11 +15,6 @@ from whisfusion.kernels import Unnormed
 # Triton is not on every machine, and takes tensors for what its kernels declare as pointers: checkers see Any.
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
-cuda: Any = import_module("triton.language.extra.cuda")
-
-EARLY = False
-"""Whether a kernel is launched while the one before it ends, and waits for it by itself. It takes a GPU of Hopper's
-kind or later, and stays off until it has been measured on one."""
 
 _LEAST = tl.constexpr(2.0**-25)
 """A uniform of exactly 0 would draw the first token, however unlikely."""
@@ -28,19 +23,6 @@ _NEGLIGIBLE = tl.constexpr(2.0**-43)
 _LOGITS_AT_ONCE = 4096
 _COLUMNS_AT_ONCE = 4096
 _MANY_NUMBERS = 4096
-
-
-def launching() -> dict[str, bool]:
-    """What every launch is told: see EARLY."""
-    return {"EARLY": True, "launch_pdl": True} if EARLY else {"EARLY": False}
-
-
-@triton.jit
-def begin(EARLY: tl.constexpr) -> None:
-    """Wait for the kernel before; the next one may be launched meanwhile."""
-    if EARLY:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
 
 
 def norm(x_RD: Tensor, weight_D: Tensor, bias_D: Tensor | None, shift_D: Tensor | None, eps: float) -> Tensor:
@@ -59,7 +41,6 @@ def norm(x_RD: Tensor, weight_D: Tensor, bias_D: Tensor | None, shift_D: Tensor 
         SHIFTED=shift_D is not None,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
-        **launching(),
     )
     return out_RD
 
@@ -76,10 +57,8 @@ def _norm(
     CENTRED: tl.constexpr,
     SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """One row."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     d = tl.arange(0, BLOCK)
     within = d < width
@@ -131,7 +110,6 @@ def head_norm_(
         BLOCK=block,
         ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
         num_warps=8 if block * width >= _MANY_NUMBERS else 4,
-        **launching(),
     )
 
 
@@ -163,10 +141,8 @@ def _head_norm(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """All heads of one row; the two halves of a head, whose channels turn together, are read apart."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, HALF)[None, :]
@@ -211,7 +187,6 @@ def swiglu(x_R2F: Tensor, unnormed: Unnormed | None = None) -> Tensor:
         BLOCK=_COLUMNS_AT_ONCE,
         ROW=1 if unnormed is None else triton.next_power_of_2(unnormed.x_RD.shape[1]),
         num_warps=8,
-        **launching(),
     )
     return out_RF
 
@@ -226,9 +201,7 @@ def _swiglu(
     UNNORMED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = f < hidden
@@ -282,7 +255,6 @@ def draw(
         LISTED=lists is not None,
         BLOCK=_LOGITS_AT_ONCE,
         num_warps=8,
-        **launching(),
     )
     return ids_RK, logprobs_RK, target_logprobs_R
 
@@ -350,10 +322,8 @@ def _draw(
     CHOSEN: tl.constexpr,
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """One row: the mass of each stretch at both temperatures, then for each draw a search in the stretch it meets."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if CHOSEN:  # noqa: SIM102 - known when compiled
         if tl.load(wanted + row) == 0:
