@@ -195,7 +195,7 @@ def test_reranking_on_the_way_gives_whispers_likelihoods(name, vocab_size):
     assert_same(pair, CLIPS, selection="rerank", temperature=0.5)
 
 
-@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])
 @pytest.mark.parametrize("looks", [0, 2])
 def test_what_is_mended_is_mended_alike(name, looks):
     pair = both(make_model(MODELS[name]))
@@ -209,7 +209,7 @@ def test_random_weights_leave_something_to_mend():
     assert mended != drawn
 
 
-@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])
 @torch.no_grad()
 def test_a_look_sees_the_same(name):
     model = make_model(MODELS[name], Vocabulary({"en": list(range(100, 400)), "de": list(range(200, 900))}))
@@ -241,7 +241,7 @@ def test_looks_need_repair():
             plain.transcribe(CLIPS[0], language="en", **options)
 
 
-@pytest.mark.parametrize("name", ["ours, adapter", "ours, adapter, padded"])
+@pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])
 def test_spelling_weighs_the_same_bytes(name):
     assert_same(both(make_model(MODELS[name])), CLIPS, selection="spelling", temperature=0.5)
 
