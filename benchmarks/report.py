@@ -276,9 +276,7 @@ def gpu() -> str:
             missed.append(f"{words}{', rerank' * row['rerank']} ({row['ms']:.2f} ms against {target:.1f})")
     verdict = "All targets are met."
     if missed:
-        verdict = f"Not met, of {len(TARGETS)} targets:\n\n" + "\n".join(
-            f"- {miss}" for miss in missed
-        )
+        verdict = f"Not met, of {len(TARGETS)} targets:\n\n" + "\n".join(f"- {miss}" for miss in missed)
     parts = {part["batch"]: {stage["stage"]: stage for stage in part["stages"]} for part in result["breakdown"]}
 
     def cell(stage: dict[str, Any]) -> str:
