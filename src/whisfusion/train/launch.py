@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 
 import torch
@@ -82,17 +83,17 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
                 display.say(f"going on at step {trainer.step_number}")
             if ranks.main:
                 write_config(job)
-            log = RunLog(job.folder, main=ranks.main, resume_at=trainer.step_number)
-            if not log.has_events:
-                display.say("tensorboard is not installed: the curves are in log.csv and dev.csv alone")
-            dev = kept.dev(job)
-            if dev is not None and dev.failures:
-                log.skipped(trainer.step_number, dev.failures)
-                display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
-            budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
-            run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, start.bundles_encoder)
-            finished = run.fit()
-            log.close()
+            # A run that fails leaves no thread behind that writes to its folder.
+            with closing(RunLog(job.folder, main=ranks.main, resume_at=trainer.step_number)) as log:
+                if not log.has_events:
+                    display.say("tensorboard is not installed: the curves are in log.csv and dev.csv alone")
+                dev = kept.dev(job)
+                if dev is not None and dev.failures:
+                    log.skipped(trainer.step_number, dev.failures)
+                    display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
+                budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
+                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, start.bundles_encoder)
+                finished = run.fit()
             if ranks.main:
                 finish(job, state, display, finished=finished)
         finally:
