@@ -71,7 +71,10 @@ def join_ranks(device: torch.device) -> Generator[Ranks]:
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backends, device_id=device if device.type == "cuda" else None)
     try:
-        yield Ranks(device, dist.get_rank(), world)
+        ranks = Ranks(device, dist.get_rank(), world)
+        yield ranks
+        # None leaves while another may still need it.
+        ranks.wait()
     finally:
         dist.destroy_process_group()
 
