@@ -48,7 +48,7 @@ def small_state(out: Path, ranks: Ranks | None = None, **settings: str) -> tuple
     job = prepare(small_args(out, **settings))
     start = starting_point(job.recipe, None)
     trainer = Trainer(start.decoder, start.encoder, job.recipe, steps=job.steps, ranks=ranks)
-    feeder = make_feeder(job, start.encoder.config.mels, ranks, Kept(ranks))
+    feeder = make_feeder(job, start, ranks, Kept(ranks))
     return job, TrainState(trainer, feeder, Progress())
 
 

@@ -34,6 +34,7 @@ KINDS = [
     WHISPER | {"adapter": 1, "stride": 2, "every_frame": True},
     WHISPER | {"adapter": 3, "stride": 2, "spells_every": 1},
     WHISPER | {"adapter": 2, "stride": 2, "reach": 5},
+    WHISPER | {"adapter": 1, "stride": 2, "speller": 2},
 ]
 
 
@@ -206,6 +207,25 @@ def test_what_is_spelled_early_is_told_to_the_layers_above():
     assert after.bytes_BTV is not None
     assert torch.equal(after.earlier[0], before.earlier[0])
     assert (after.bytes_BTV - before.bytes_BTV).abs().max() > 1e-3
+
+
+def test_a_speller_starts_by_spelling_what_the_adapter_does_and_is_not_heard_by_the_decoder():
+    spelling = small(**(WHISPER | {"adapter": 2, "stride": 2, "speller": 2})).requires_grad_(False)
+    audio, heard = torch.randn(2, 30, 32), torch.arange(30) < torch.tensor([30, 18])[:, None]
+    before = spelling.listen(audio, heard, positions=16)
+    assert before.bytes_BTV is not None
+    assert torch.equal(before.bytes_BTV, before.earlier[-1])
+    for parameter in spelling.speller.parameters():
+        parameter.normal_()
+    after = spelling.listen(audio, heard, positions=16)
+    assert after.bytes_BTV is not None
+    assert (after.bytes_BTV - before.bytes_BTV).abs().max() > 1e-3
+    assert torch.equal(after.earlier[-1], before.bytes_BTV)
+    for new, old in zip(after.layers, before.layers, strict=True):
+        assert torch.equal(new.k_BHTC, old.k_BHTC)
+        assert torch.equal(new.v_BHTC, old.v_BHTC)
+    alone = spelling.listen(audio[1:, :18], positions=16)
+    assert (after.own_bytes()[1] - alone.own_bytes()[0]).abs().max() < FLOAT32_TOLERANCE * 10
 
 
 def test_a_convolution_hears_as_far_as_it_reaches_and_no_further_than_the_clip():

@@ -68,6 +68,9 @@ MODELS = {
     "ours, convolutions": ModelConfig(
         decoder=dataclasses.replace(OURS, adapter=1, stride=2, reach=3), encoder=TINY_ENCODER, window="clip"
     ),
+    "ours, speller": ModelConfig(
+        decoder=dataclasses.replace(OURS, adapter=1, stride=2, speller=1), encoder=TINY_ENCODER, window="clip"
+    ),
     "ours, adapter, padded": ModelConfig(
         decoder=dataclasses.replace(OURS, adapter=1, canvas=Canvas("fixed", 32)), encoder=TINY_ENCODER
     ),

@@ -130,6 +130,9 @@ def test_all_mistakes_are_reported_at_once():
         ({"warmup_steps": "300", "steps": "200"}, "fewer than the 200 steps"),
         ({"noise": "0.5", "feeder": "bank"}, "stream feeder"),
         ({"feeder": "bank", "window": "padded"}, "clip windows alone"),
+        ({"learns": "speller"}, "give decoder.speller"),
+        ({"feeder": "features"}, "give learns speller"),
+        ({"feeder": "features", "sampler.speeds": "[0.9, 1.0]"}, "of spec_augment give spans alone"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, part):

@@ -118,19 +118,20 @@ def test_other_ranks_are_silent():
 
 
 @pytest.mark.parametrize(
-    ("block", "adapter", "stride", "reach"),
+    ("block", "adapter", "stride", "reach", "speller"),
     [
-        ("paper", "0", "1", "0"),
-        ("whisper", "0", "1", "0"),
-        ("paper", "2", "1", "0"),
-        ("paper", "2", "2", "0"),
-        ("paper", "2", "2", "5"),
+        ("paper", "0", "1", "0", "0"),
+        ("whisper", "0", "1", "0", "0"),
+        ("paper", "2", "1", "0", "0"),
+        ("paper", "2", "2", "0", "0"),
+        ("paper", "2", "2", "5", "0"),
+        ("paper", "1", "2", "0", "2"),
     ],
 )
-def test_flops_are_those_that_torch_counts(block, adapter, stride, reach):
+def test_flops_are_those_that_torch_counts(block, adapter, stride, reach, speller):
     """Against torch's own counter, which sees every matrix product of a real step."""
     shape = {"decoder.block": block, "decoder.adapter": adapter, "decoder.stride": stride, "decoder.reach": reach}
-    recipe = small_recipe(**shape, decoder__tied="false", decoder__layers="2")
+    recipe = small_recipe(**shape, decoder__speller=speller, decoder__tied="false", decoder__layers="2")
     trainer, batch = trainer_of(recipe), batch_of([0, 1, 2, 3, 4, 5])
     predicted = []
     trainer.objective.register_forward_pre_hook(lambda _, args: predicted.append(len(args[2].where_R)))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion.blocks import RMSNorm, Rotation, Stack, paper_block, whisper_block
+from whisfusion.blocks import FeedForward, RMSNorm, Rotation, Stack, paper_block, whisper_block
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.memory import Adapter, Anchors, AudioMemory, Nearby
+from whisfusion.memory import Adapter, Anchors, AudioMemory, Nearby, Speller
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, VOCAB_SIZE, embedding_rows
 
 
@@ -62,6 +62,8 @@ class DecoderConfig:
     """Whether what the adapter adds is given to each of them, so that the decoder hears as many positions as ever."""
     spells_every: int = 0
     """After every so many of its layers the adapter spells what it has heard, and the next are told; 0: at the end."""
+    speller: int = 0
+    """Layers above the adapter that CTC alone reads, for repair: the decoder does not hear them."""
     drafts: bool = False
     """Whether a masked position is told what the step before wrote there. Ours; off in the paper."""
     canvas: Canvas = field(default_factory=Canvas)
@@ -85,6 +87,10 @@ class DecoderConfig:
         if self.spells_every < 0 or (self.spells_every and (not self.adapter or self.every_frame)):
             problems.append(
                 f"decoder spells_every must be 0, or with an adapter without every_frame more, not {self.spells_every}"
+            )
+        if self.speller < 0 or (self.speller and (not self.adapter or self.every_frame)):
+            problems.append(
+                f"decoder speller must be 0, or with an adapter without every_frame more, not {self.speller}"
             )
         if self.heads >= 1 and self.width % (2 * self.heads):
             problems.append(f"decoder width {self.width} must divide into {self.heads} heads of even width")
@@ -153,6 +159,8 @@ class DiffusionDecoder(nn.Module):
                 spells_every=config.spells_every,
                 dropout=config.dropout,
             )
+        if config.speller:
+            self.speller = Speller(config.audio_width, config.speller, dropout=config.dropout)
         if config.anchors:
             self.anchors = Anchors(config.audio_width, width, parts=config.anchor_parts)
         if config.drafts:
@@ -185,6 +193,12 @@ class DiffusionDecoder(nn.Module):
                 for nearby in self.adapter.nearby:
                     assert isinstance(nearby, Nearby)
                     nearby.out.weight.zero_()
+            if self.config.speller:
+                for nearby, ffn in zip(self.speller.nearby, self.speller.ffns, strict=True):
+                    assert isinstance(nearby, Nearby)
+                    assert isinstance(ffn, FeedForward)
+                    nearby.out.weight.zero_()
+                    ffn.down.weight.zero_()
             if self.config.drafts:
                 self.draft.weight.zero_()
             if self.config.anchors:
@@ -232,11 +246,19 @@ class DiffusionDecoder(nn.Module):
         return memory_BTD, self.cut(own, positions=positions, counts_B=counts_B, canvas_B=canvas_B)
 
     def hear(self, audio_BTD: Tensor, heard_BT: Tensor | None = None) -> AudioMemory:
-        """The memory as it is before anything is made of it for the canvas: what the adapter hears and spells."""
+        """The memory as it is before anything is made of it for the canvas: what adapter and speller hear and spell."""
         if not self.config.adapter:
             return AudioMemory([], heard_BT, audio_BTD)
         audio_BTD, heard_BT, (*earlier, bytes_BTV) = self.adapter(audio_BTD, heard_BT)
-        return AudioMemory([], heard_BT, audio_BTD, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
+        own = AudioMemory([], heard_BT, audio_BTD, bytes_BTV=bytes_BTV, earlier=tuple(earlier))
+        return self.spell(own) if self.config.speller else own
+
+    def spell(self, memory: AudioMemory) -> AudioMemory:
+        """The memory with what the speller spells of what the adapter hears; the adapter's own is an earlier one."""
+        assert memory.audio_BTE is not None
+        earlier = memory.earlier if memory.bytes_BTV is None else (*memory.earlier, memory.bytes_BTV)
+        bytes_BTV = self.adapter.spell(self.speller(memory.audio_BTE, memory.heard_BT))
+        return replace(memory, bytes_BTV=bytes_BTV, earlier=earlier)
 
     def cut(
         self, memory: AudioMemory, *, positions: int, counts_B: Tensor | None = None, canvas_B: Tensor | None = None

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whisfusion.blocks import KeysValues, RMSNorm, Stack, whisper_block
+from whisfusion.blocks import FeedForward, KeysValues, RMSNorm, Stack, whisper_block
 from whisfusion.ctc import CLASSES
+
+SPELLER_REACH = 31
+"""Positions that a convolution of the speller hears: 1.2 s at 25 positions a second."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class AudioMemory:
     amounts_BT: Tensor | None = None
     """How much of a token the anchors hear at each audio position, endoftext included."""
     bytes_BTV: Tensor | None = None
-    """The adapter's CTC logits, one or more for every audio position: the blank and the 256 bytes of UTF-8."""
+    """CTC logits, one or more for every audio position: the blank and the 256 bytes of UTF-8."""
     earlier: tuple[Tensor, ...] = ()
     """The same (B, T, V) of earlier layers that spelled."""
 
@@ -110,7 +113,7 @@ class Adapter(nn.Module):
                 x_BTD = self.nearby[number - 1](x_BTD, present_BT)
             x_BTD = block(x_BTD, self_mask=mask)
             if self.spells_every and number < len(self.blocks) and number % self.spells_every == 0:
-                spelled.append(self._spell(x_BTD))
+                spelled.append(self.spell(x_BTD))
                 likely_BTV = spelled[-1].softmax(-1).unflatten(1, (-1, self.stride)).flatten(2)
                 x_BTD = x_BTD + self.told(likely_BTV.to(x_BTD.dtype))
         if self.every_frame:
@@ -118,9 +121,10 @@ class Adapter(nn.Module):
             x_BTD, present_BT = audio_BTD + added_BTD, heard_BT
         if present_BT is not None:
             x_BTD = x_BTD * present_BT[..., None]
-        return x_BTD, present_BT, [*spelled, self._spell(x_BTD)]
+        return x_BTD, present_BT, [*spelled, self.spell(x_BTD)]
 
-    def _spell(self, x_BTD: Tensor) -> Tensor:
+    def spell(self, x_BTD: Tensor) -> Tensor:
+        """CTC logits of what a block hears, `stride` for each of its positions."""
         return self.ctc(x_BTD).unflatten(-1, (-1, CLASSES)).flatten(1, 2)
 
     def _pool(self, x_BTD: Tensor, heard_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -136,6 +140,29 @@ class Adapter(nn.Module):
         share_BTS = share_BTS / share_BTS.sum(-1, keepdim=True).clamp(min=1)
         pieces_BTSD = F.pad(x_BTD, (0, 0, 0, spare)).unflatten(1, (-1, self.stride))
         return (pieces_BTSD * share_BTS[..., None]).sum(2), share_BTS.any(-1)
+
+
+class Speller(nn.Module):
+    """Goes on where the adapter ends, for CTC alone: a convolution and a feed-forward in each layer, which start by
+    adding nothing.
+
+    The decoder does not hear it. So it can learn last, by itself and from much less speech, and what was learned before
+    stays as it was.
+    """
+
+    def __init__(self, width: int, layers: int, *, dropout: float) -> None:
+        super().__init__()
+        self.nearby = nn.ModuleList(Nearby(width, SPELLER_REACH, dropout) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.ffns = nn.ModuleList(FeedForward(width, 2 * width) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, present_BT: Tensor | None) -> Tensor:
+        """What CTC is to read (B, T, D), of what the adapter hears."""
+        for nearby, norm, ffn in zip(self.nearby, self.norms, self.ffns, strict=True):
+            x_BTD = nearby(x_BTD, present_BT)
+            x_BTD = x_BTD + self.dropout(ffn(norm(x_BTD)))
+        return x_BTD
 
 
 class Anchors(nn.Module):

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whisfusion.blocks import Attention, Block, FeedForward, KeysValues
-from whisfusion.decoder import DiffusionDecoder
-from whisfusion.encoder import WhisperEncoder
 from whisfusion.errors import ModelError
 
 _INT8, _SCALE = ":int8", ":scale"
@@ -222,9 +220,9 @@ class Int8Block(nn.Module):
         return x_RD.view_as(x_GLD)
 
 
-def to_int8(encoder: WhisperEncoder, decoder: DiffusionDecoder) -> None:
-    """Make all products of a frozen model int8, in place, but for convolutions and the output head."""
-    for module in (encoder, decoder):
+def to_int8(*modules: nn.Module) -> None:
+    """Make all products of frozen modules int8, in place, but for convolutions and a decoder's output head."""
+    for module in modules:
         _replace(module)
 
 

@@ -20,15 +20,15 @@ from whisfusion.data.decode import Decoded, decode_all
 from whisfusion.data.filters import Progress
 from whisfusion.data.speed import change_speed, length_at_speed
 from whisfusion.data.utterance import Utterance
-from whisfusion.mel import HOP, MAX_SAMPLES, TAIL_SAMPLES, clip_frames, log_mel_of_padded
+from whisfusion.mel import FRAMES_PER_SECOND, HOP, MAX_SAMPLES, TAIL_SAMPLES, clip_frames, log_mel_of_padded
 
 DTYPE = torch.float16
 SPEEDS = (0.9, 1.0, 1.1)
 
 
 @dataclass(frozen=True)
-class MelBank:
-    """Log-mel frames of C clips at V speeds. A clip's frames are its own window's, as in `log_mel`."""
+class Bank:
+    """Frames of C clips at V speeds: log-mel, each clip's as in `log_mel` of its own window, or what is heard in it."""
 
     frames_NM: Tensor
     """float16, on the device. Frame 0 is zeros: what lies beyond a clip."""
@@ -43,8 +43,15 @@ class MelBank:
     """float32: the largest value of each clip, from which Whisper's floor follows."""
     failures: tuple[Failure, ...]
     """Clips that could not be read, or are too long."""
+    per_second: int = FRAMES_PER_SECOND
+    """Frames of a second."""
 
-    def only(self, clips: Sequence[int]) -> "MelBank":
+    @property
+    def tail(self) -> int:
+        """Frames of the silence after each clip."""
+        return self.per_second * TAIL_SAMPLES // SAMPLE_RATE
+
+    def only(self, clips: Sequence[int]) -> "Bank":
         """The bank of some of its clips, over the same frames."""
         chosen = list(clips)
         return replace(
@@ -69,7 +76,7 @@ def build_bank(
     device: str | torch.device = "cpu",
     workers: int = 0,
     progress: Progress | None = None,
-) -> MelBank:
+) -> Bank:
     """Decode all clips in `workers` processes (0: in this one) and make their spectrograms on `device`.
 
     Speed 1 is always among `speeds`: it serves what fits no other. Clips that do not decode, or last over 30 s, are
@@ -154,8 +161,8 @@ class _Builder:
             more_NM = self.frames_NM.new_zeros(missing + len(self.frames_NM) // 8, self.n_mels)
             self.frames_NM = torch.cat((self.frames_NM, more_NM))
 
-    def bank(self) -> MelBank:
-        everything = MelBank(
+    def bank(self) -> Bank:
+        everything = Bank(
             frames_NM=self.frames_NM[: self.end],
             speeds=self.speeds,
             utterances=tuple(

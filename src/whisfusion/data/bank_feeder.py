@@ -16,22 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whisfusion.data.bank import DTYPE, MelBank
+from whisfusion.data.bank import DTYPE, Bank
 from whisfusion.data.batch import Batch, Failure, Step, Targets, TextStyle, label_ids
 from whisfusion.data.epoch import EpochPlan, SamplerOptions
 from whisfusion.data.sampler import START, Place, Sampler
 from whisfusion.decoder import Canvas
 from whisfusion.errors import OptionError
-from whisfusion.mel import FRAMES_PER_SECOND, HOP, TAIL_SAMPLES
 from whisfusion.tokenizer import ENDOFTEXT, PROMPT_LENGTH, get_tokenizer
 
-TAIL_FRAMES = TAIL_SAMPLES // HOP
 # A clip's frames are rounded up to a pair.
 _PAIR = 2
 
 
 class BankFeeder:
-    """Steps of training from a `MelBank`: a `Feeder` that decodes nothing and waits for nobody.
+    """Steps of training from a `Bank`: a `Feeder` that decodes nothing and waits for nobody.
 
     Clips that a draw joins follow each other without their tails of silence, which only the last one keeps, and
     Whisper's floor is that of their common maximum. That is what `log_mel` makes of the joined audio, but for the
@@ -42,7 +40,7 @@ class BankFeeder:
 
     def __init__(
         self,
-        bank: MelBank,
+        bank: Bank,
         options: SamplerOptions,
         *,
         canvas: Canvas,
@@ -66,7 +64,7 @@ class BankFeeder:
         self._bank = bank.only(fits)
         self._texts = _Texts([labels[clip] for clip in fits], [u.language for u in self._bank.utterances])
         # The window holds the tail, and what rounding to pairs of frames adds to each clip.
-        margin = (TAIL_FRAMES + _PAIR * self._spans) / FRAMES_PER_SECOND
+        margin = (bank.tail + _PAIR * self._spans) / bank.per_second
         self.sampler = Sampler(
             self._bank.utterances,
             replace(options, margin=margin),
@@ -123,10 +121,10 @@ class BankFeeder:
         speed_R1 = (np.array(bank.speeds)[:, None] == plan.speed_D[plan.order_R]).argmax(0)[:, None]
 
         last_RS = own_RS & ~np.pad(own_RS[:, 1:], ((0, 0), (0, 1)))
-        counts_RS = bank.counts_VC[speed_R1, clips_RS] - np.where(last_RS, 0, TAIL_FRAMES)
+        counts_RS = bank.counts_VC[speed_R1, clips_RS] - np.where(last_RS, 0, bank.tail)
         mel = _Joined.of(bank.firsts_VC[speed_R1, clips_RS], np.where(own_RS, counts_RS, 0))
         # At the longest window some of the tail is cut, and of joined clips perhaps the last 10 ms.
-        frames_S = np.array([_frames_in(window) for window in plan.windows_S.tolist()])
+        frames_S = np.array([self._frames_in(window) for window in plan.windows_S.tolist()])
         most_R1 = torch.from_numpy(np.repeat(frames_S, np.diff(plan.starts)))[:, None]
         peaks_RS = np.where(own_RS, bank.peaks_VC[speed_R1, clips_RS], -np.inf)
 
@@ -156,7 +154,7 @@ class BankFeeder:
         window = epoch.windows_S[step]
         mel = epoch.mel[rows]
         return Batch(
-            mel_BMF=self._mel(mel, epoch.floors_R[rows], _frames_in(window)).transpose(1, 2),
+            mel_BMF=self._mel(mel, epoch.floors_R[rows], self._frames_in(window)).transpose(1, 2),
             frames_B=mel.ends_RS[:, -1],
             targets=self._texts.targets(epoch.text[rows], epoch.canvas_R[rows], self._canvas.positions(window)),
             rows_B=torch.arange(first, end - start, stride),
@@ -164,6 +162,10 @@ class BankFeeder:
             seconds=float(epoch.seconds_R[rows].sum()),
             ids=tuple(epoch.names_R[rows]),
         )
+
+    def _frames_in(self, seconds: float) -> int:
+        """Frames of a window, whole pairs of them."""
+        return _PAIR * -(-round(seconds * self._bank.per_second) // _PAIR)
 
     def _mel(self, rows: "_Joined", floors_B: Tensor, frames: int) -> Tensor:
         mel_BFM = self._bank.frames_NM[rows.places(frames)].maximum(floors_B[:, None, None])
@@ -246,7 +248,7 @@ class _Texts:
         )
 
 
-def _check(bank: MelBank, options: SamplerOptions, micro_batches: int, world: int) -> None:
+def _check(bank: Bank, options: SamplerOptions, micro_batches: int, world: int) -> None:
     problems = []
     if missing := sorted({*options.speeds} - {*bank.speeds}):
         problems.append(f"the bank lacks the speeds {missing}: build it with them")
@@ -257,7 +259,7 @@ def _check(bank: MelBank, options: SamplerOptions, micro_batches: int, world: in
     OptionError.collect(problems)
 
 
-def _fitting(bank: MelBank, labels: list[list[int]], canvas: Canvas) -> tuple[list[int], list[Failure]]:
+def _fitting(bank: Bank, labels: list[list[int]], canvas: Canvas) -> tuple[list[int], list[Failure]]:
     """Clips whose text has room on the canvas of their duration, and what is wrong with the others."""
     fits, misfits = [], []
     for clip, (utterance, ids) in enumerate(zip(bank.utterances, labels, strict=True)):
@@ -276,11 +278,6 @@ def _rows(plan: EpochPlan, spans: int) -> tuple[np.ndarray, np.ndarray]:
     counts_R1 = plan.firsts[plan.order_R + 1][:, None] - firsts_R1
     own_RS = np.arange(spans) < counts_R1
     return plan.clips_C[firsts_R1 + np.where(own_RS, np.arange(spans), 0)], own_RS
-
-
-def _frames_in(seconds: float) -> int:
-    """Mel frames of a window, whole pairs of them."""
-    return _PAIR * -(-round(seconds * FRAMES_PER_SECOND) // _PAIR)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

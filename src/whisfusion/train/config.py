@@ -44,16 +44,18 @@ class Recipe:
     """How large a step is and what is drawn into it; its seed and margin follow from the recipe."""
     accumulate: int = 1
     """Micro-batches that a rank computes one after the other for a step."""
-    feeder: Literal["stream", "bank"] = "stream"
-    """"stream": audio is decoded while training. "bank": all spectrograms lie on the device."""
+    feeder: Literal["stream", "bank", "features"] = "stream"
+    """"stream": audio is decoded while training. "bank": all spectrograms lie on the device. "features": so does what
+    the adapter hears in every clip, once and for all; for a speller that learns alone."""
     noise: float = 0.0
     """Share of the utterances that get white noise, 10 to 40 dB below the speech; stream only."""
     spec_augment: SpecAugment = field(default_factory=SpecAugment)
     """Bands and spans of the spectrogram that are blanked out."""
 
     # The objective.
-    learns: Literal["all", "adapter"] = "all"
-    """"adapter": it alone learns, by its CTC loss, and the decoder is not run; the dev set is read as it spells."""
+    learns: Literal["all", "adapter", "speller"] = "all"
+    """"adapter", "speller": it alone learns, by its CTC loss, and the decoder is not run; the dev set is read as it
+    spells."""
     masks: tuple[MaskStage, ...] = ((0.0, 0.0, 1.0),)
     """(start, low, high): from this share of the run on, mask ratios are drawn from U(low, high)."""
     ahead: float = 0.0
@@ -176,11 +178,26 @@ class Recipe:
             )
         if self.learns == "adapter" and not self.decoder.adapter:
             problems.append("learns 'adapter' needs a decoder with an adapter: give decoder.adapter")
+        if self.learns == "speller" and not self.decoder.speller:
+            problems.append("learns 'speller' needs a decoder with a speller: give decoder.speller")
+        if self.feeder == "features":
+            problems += self._feature_problems()
         if self.feeder == "bank" and self.noise:
             problems.append("noise is for the stream feeder: a bank holds spectrograms")
         if self.feeder == "bank" and self.window != "clip":
             problems.append("the bank feeder has clip windows alone: give window clip, or feeder stream")
         OptionError.collect(problems)
+
+    def _feature_problems(self) -> list[str]:
+        problems = []
+        if self.learns != "speller":
+            problems.append("the features feeder is for a speller that learns alone: give learns speller")
+        if self.window != "clip":
+            problems.append("the features feeder has clip windows alone: give window clip, or feeder stream")
+        augment = self.spec_augment
+        if self.noise or augment.bands or augment.warp or augment.tilt or augment.mix or self.sampler.speeds != (1.0,):
+            problems.append("the features feeder hears clips as they are: of spec_augment give spans alone")
+        return problems
 
     @property
     def margin(self) -> float:
@@ -205,10 +222,10 @@ _LEAST = {
 }
 _CHOICES = {
     "start": ("random", "whisper"),
-    "learns": ("all", "adapter"),
+    "learns": ("all", "adapter", "speller"),
     "window": ("padded", "clip"),
     "text_style": ("normalised", "written"),
-    "feeder": ("stream", "bank"),
+    "feeder": ("stream", "bank", "features"),
     "precision": ("auto", "bf16", "fp32"),
 }
 

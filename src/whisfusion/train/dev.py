@@ -99,7 +99,7 @@ class DevSet:
         dtype = encoder.positions.dtype
         decoder.load_state_dict({name: value.to(dtype) for name, value in averages.items()}, assign=True)
         model = Model(config, decoder.requires_grad_(False).eval(), encoder, recipe.dev)
-        read = functools.partial(_spelled, model) if recipe.learns == "adapter" else functools.partial(_written, model)
+        read = functools.partial(_spelled, model) if recipe.learns != "all" else functools.partial(_written, model)
         # Windows of the dev set have shapes of their own: compiling the encoder for each would take minutes.
         with torch.compiler.set_stance("force_eager"):
             rows = self._read(read)
@@ -136,7 +136,7 @@ def _written(model: Model, clips: list[np.ndarray], language: str) -> list[str]:
 
 @torch.inference_mode()
 def _spelled(model: Model, clips: list[np.ndarray], _: str) -> list[str]:
-    """As the adapter spells them by itself."""
+    """As adapter or speller spell them by themselves."""
     encoder, texts = model.encoder, []
     for first in range(0, len(clips), _BATCH):
         mel = log_mel(

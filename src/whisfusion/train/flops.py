@@ -11,6 +11,7 @@ import torch
 from whisfusion.ctc import CLASSES
 from whisfusion.decoder import DecoderConfig
 from whisfusion.encoder import EncoderConfig
+from whisfusion.memory import SPELLER_REACH
 
 _BACKWARD = 2
 """A backward pass has two products for each of the forward pass."""
@@ -50,6 +51,9 @@ def decoder_flops(
         if config.spells_every:
             earlier = (config.adapter - 1) // config.spells_every
             adapter += earlier * audio * heard * 2 * config.stride * CLASSES
+    if config.speller:
+        heard = config.audio_width
+        adapter += audio * heard * (config.speller * (7 * heard + SPELLER_REACH) + config.stride * CLASSES)
     forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
     draft = 0

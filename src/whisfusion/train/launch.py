@@ -6,17 +6,19 @@ import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from whisfusion import __version__
-from whisfusion.data.bank import MelBank, build_bank
+from whisfusion.data.bank import Bank, build_bank
 from whisfusion.data.bank_feeder import BankFeeder
 from whisfusion.data.batch import Feeder
+from whisfusion.data.feature_bank import build_feature_bank
 from whisfusion.data.filters import Filtered
 from whisfusion.data.stream import StreamFeeder, StreamOptions
 from whisfusion.data.utterance import Utterance
+from whisfusion.mel import FRAMES_PER_SECOND
 from whisfusion.train.budget import Budget
 from whisfusion.train.checkpoints import Checkpoints
 from whisfusion.train.dev import DevSet
@@ -24,7 +26,7 @@ from whisfusion.train.display import Display, make_display
 from whisfusion.train.estimate import render_jobs
 from whisfusion.train.log import RunLog
 from whisfusion.train.loop import Run
-from whisfusion.train.model import model_config, starting_point
+from whisfusion.train.model import StartingPoint, ears, heard_by, model_config, starting_point
 from whisfusion.train.parallel import Ranks, join_ranks
 from whisfusion.train.plots import draw_plots
 from whisfusion.train.prepare import Job, TrainArgs, run_folder, sampler_options
@@ -32,6 +34,9 @@ from whisfusion.train.report import write_report
 from whisfusion.train.stages import prepare_stages, write_plan
 from whisfusion.train.state import Progress, TrainState
 from whisfusion.train.trainer import Trainer
+
+FEATURES = "features"
+"""Folder of a run for what the adapter hears, where that is computed once."""
 
 
 def main(args: TrainArgs) -> bool:
@@ -66,6 +71,9 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
     facts = {"recipe": job.recipe_name, "version": __version__}
     config = model_config(recipe, start, job.languages, facts)
     checkpoints = Checkpoints(job.folder / "checkpoints", ranks)
+    # Before training rounds it.
+    whole = {name: value.clone() for name, value in start.encoder.state_dict().items()}
+    encoder = whole if start.bundles_encoder else None
     with make_display(job.steps, main=ranks.main) as display:
         for note in job.notes:
             display.say(note)
@@ -73,7 +81,9 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
             display.say(f"stage {job.folder.name} of {job.home}")
         if recipe.feeder == "bank" and not kept.has_bank(job, start.encoder.config.mels):
             display.say(f"making spectrograms of {len(job.filtered.kept):,} clips")
-        feeder = make_feeder(job, start.encoder.config.mels, ranks, kept)
+        if recipe.feeder == "features":
+            display.say(f"hearing {len(job.filtered.kept):,} clips, once: {job.folder / FEATURES} keeps it")
+        feeder = make_feeder(job, start, ranks, kept)
         trainer = Trainer(start.decoder, start.encoder, recipe, steps=job.steps, ranks=ranks)
         state = TrainState(trainer, feeder, Progress())
         try:
@@ -92,7 +102,8 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
                     log.skipped(trainer.step_number, dev.failures)
                     display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
                 budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
-                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, start.bundles_encoder)
+                before = None if recipe.learns == "all" else start.model
+                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, encoder, before)
                 finished = run.fit()
             if ranks.main:
                 finish(job, state, display, finished=finished)
@@ -132,7 +143,7 @@ class Kept:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._bank: tuple[Filtered, int, tuple[float, ...], MelBank] | None = None
+        self._bank: tuple[Filtered, int, tuple[float, ...], Bank] | None = None
         self._dev: tuple[list[Utterance], DevSet] | None = None
 
     def has_bank(self, job: Job, mels: int) -> bool:
@@ -142,7 +153,7 @@ class Kept:
         filtered, bins, speeds, _ = self._bank
         return filtered is job.filtered and (bins, speeds) == (mels, job.recipe.sampler.speeds)
 
-    def bank(self, job: Job, mels: int) -> MelBank:
+    def bank(self, job: Job, mels: int) -> Bank:
         """The bank that a job asks for, made if it is not there; another one makes room for it."""
         if self._bank is None or not self.has_bank(job, mels):
             self._bank = None
@@ -175,12 +186,32 @@ def _clear_away(ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
-def make_feeder(job: Job, mels: int, ranks: Ranks, kept: Kept) -> Feeder:
+def features(job: Job, start: StartingPoint, ranks: Ranks) -> Bank:
+    """What the adapter hears in a job's clips; the first rank hears, and the others read."""
+
+    def build() -> Bank:
+        config = start.decoder.config
+        return build_feature_bank(
+            job.filtered.kept,
+            ears(start, ranks.device),
+            job.folder / FEATURES,
+            model=heard_by(start),
+            width=config.audio_width,
+            per_second=FRAMES_PER_SECOND // (2 * config.stride),
+        )
+
+    bank = build() if ranks.main else None
+    ranks.wait()
+    bank = build() if bank is None else bank
+    return replace(bank, frames_NM=bank.frames_NM.to(ranks.device))
+
+
+def make_feeder(job: Job, start: StartingPoint, ranks: Ranks, kept: Kept) -> Feeder:
     """The feeder that the recipe names."""
-    recipe = job.recipe
-    if recipe.feeder == "bank":
+    recipe, mels = job.recipe, start.encoder.config.mels
+    if recipe.feeder != "stream":
         return BankFeeder(
-            kept.bank(job, mels),
+            kept.bank(job, mels) if recipe.feeder == "bank" else features(job, start, ranks),
             sampler_options(recipe),
             canvas=recipe.decoder.canvas,
             text_style=recipe.text_style,

@@ -4,14 +4,17 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+import torch
+from torch import Tensor
+
 from whisfusion import checkpoint
-from whisfusion.checkpoint import ModelConfig
+from whisfusion.checkpoint import Model, ModelConfig
 from whisfusion.data.batch import Step
 from whisfusion.errors import WhisfusionError
 from whisfusion.train import schedule
@@ -37,8 +40,10 @@ class Run:
     display: Display
     budget: Budget
     dev: DevSet | None = None
-    bundle_encoder: bool = False
-    """Whether exported models hold the encoder too."""
+    encoder: Mapping[str, Tensor] | None = None
+    """The encoder's weights, where exported models hold them too."""
+    before: Model | None = None
+    """The model of which a part learns alone: what else there is to it stays."""
 
     def fit(self) -> bool:
         """Train to the end and export; or, told by SIGTERM or SIGINT, save and return False."""
@@ -85,13 +90,20 @@ class Run:
         }
         # Written beside and renamed, so that there is never half a model.
         temporary = folder.with_name(f".{folder.name}.part")
+        before = self.before
         checkpoint.save(
             temporary,
             replace(self.config, training={**self.config.training, **facts}),
             averages,
-            encoder=trainer.encoder.state_dict() if self.bundle_encoder else None,
-            generation=trainer.recipe.dev,
+            encoder=self.encoder,
+            generation=trainer.recipe.dev if before is None else before.generation,
+            # What did not learn is to stay what it was, to the last bit.
+            dtype=torch.bfloat16 if before is None else torch.float32,
         )
+        if before is not None and before.vocabulary is not None:
+            checkpoint.add_vocabulary(temporary, before.vocabulary)
+        if before is not None and before.lexicon is not None:
+            checkpoint.add_lexicon(temporary, before.lexicon)
         _replace_folder(temporary, folder)
 
     def _steps(self) -> Iterator[Step]:

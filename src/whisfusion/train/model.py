@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whisfusion import checkpoint, hub
-from whisfusion.checkpoint import ModelConfig
+from whisfusion import checkpoint, hub, quantise
+from whisfusion.checkpoint import Model, ModelConfig
+from whisfusion.data.feature_bank import Listen
 from whisfusion.decoder import DiffusionDecoder, start_from_whisper
-from whisfusion.encoder import EncoderConfig, WhisperEncoder
+from whisfusion.encoder import EncoderConfig, WhisperEncoder, audio_mask
+from whisfusion.mel import log_mel
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
 from whisfusion.weights import fingerprint, load_whisper_weights
@@ -30,6 +34,8 @@ class StartingPoint:
     """Languages that it already knows."""
     detects_language: bool = False
     """Whether it already tells languages apart."""
+    model: Model | None = None
+    """The model that it is; None where it begins anew."""
 
     @property
     def bundles_encoder(self) -> bool:
@@ -49,6 +55,9 @@ def adopt(recipe: Recipe, model: str) -> Recipe:
         start="random",
         window=config.window,
         text_style=config.text_style,
+        # It may lack the part that is to learn.
+        learns="all",
+        feeder="stream",
     )
     return follow(recipe, made)
 
@@ -63,7 +72,7 @@ def follow(recipe: Recipe, before: Recipe) -> Recipe:
             drafts=before.decoder.drafts or recipe.decoder.drafts,
             **{
                 name: getattr(before.decoder, name) or getattr(recipe.decoder, name)
-                for name in ("reach", "spells_every")
+                for name in ("reach", "spells_every", "speller")
                 if before.decoder.adapter
             },
         ),
@@ -91,6 +100,7 @@ def starting_point(recipe: Recipe, init_from: str | None) -> StartingPoint:
             None if bundled else model.config.encoder_sha256,
             model.config.languages,
             model.config.detects_language,
+            model,
         )
     decoder = DiffusionDecoder(recipe.decoder)
     decoder.reset_parameters(torch.Generator().manual_seed(mix(recipe.seed, "decoder")))
@@ -112,6 +122,8 @@ def model_config(
 
     Raises OptionError where decoder and encoder do not fit.
     """
+    # Of a model of which a part learns alone, the rest stays what it was.
+    before = start.model if recipe.learns != "all" else None
     return ModelConfig(
         decoder=recipe.decoder,
         encoder=start.encoder.config,
@@ -120,9 +132,31 @@ def model_config(
         window=recipe.window,
         text_style=recipe.text_style,
         languages=tuple(dict.fromkeys([*start.languages, *languages])),
+        experimental=() if before is None else before.config.experimental,
         detects_language=recipe.language_share > 0 or start.detects_language,
         training=facts,
     )
+
+
+def ears(start: StartingPoint, device: torch.device) -> Listen:
+    """What encoder and adapter make of one clip, as the model does it when it is used: in int8 on a CPU if kept so."""
+    encoder, adapter = deepcopy(start.encoder).to(device), deepcopy(start.decoder.adapter).to(device).eval()
+    if start.model is not None and start.model.stored_int8 and device.type == "cpu" and quantise.is_fast_here():
+        quantise.to_int8(encoder, adapter)
+
+    @torch.inference_mode()
+    def listen(samples: np.ndarray) -> Tensor:
+        mel = log_mel([samples], n_mels=encoder.config.mels, window="clip", device=device)
+        audio_BTD = encoder(mel.mel_BMF, mel.frames_B)
+        adapted_BTD, _, _ = adapter(audio_BTD, audio_mask(mel.frames_B, audio_BTD.shape[1]))
+        return adapted_BTD[0]
+
+    return listen
+
+
+def heard_by(start: StartingPoint) -> str:
+    """A hash of what decides what is heard."""
+    return fingerprint({**start.encoder.state_dict(), **start.decoder.adapter.state_dict(prefix="adapter.")})
 
 
 def random_encoder(config: EncoderConfig, seed: int) -> WhisperEncoder:

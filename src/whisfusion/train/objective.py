@@ -3,7 +3,8 @@
 Letters: B utterances, L canvas positions, T audio positions, D width, R positions to predict, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from whisfusion.memory import AudioMemory
 from whisfusion.pdd import ended
 from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
 from whisfusion.train.masking import BINS, LANGUAGE_POSITION, Masked
+
+Learns = Literal["all", "adapter", "speller"]
 
 _PLACING_SPANS = (2, 8, 32, 128)
 """Audio positions over which tokens are counted."""
@@ -35,7 +38,7 @@ class Terms:
     language: Tensor
     """Cross-entropy of the language tokens that were masked."""
     ctc: Tensor
-    """Cross-entropy of the adapter's spelling, a letter; the mean over the layers that spell."""
+    """Cross-entropy of what adapter and speller spell, a letter; the mean over the layers that spell."""
     placing: Tensor
     """How far, in tokens, the anchors are from where CTC hears the transcript's; where that is asked for."""
     by_bin: Tensor
@@ -49,19 +52,21 @@ class Objective(nn.Module):
         self,
         decoder: DiffusionDecoder,
         *,
-        hears_only: bool = False,
+        learns: Learns = "all",
+        adapted: bool = False,
         label_smoothing: float = 0.0,
         languages: bool = False,
         placing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """`hears_only`: whether the adapter's CTC is all there is to the loss. `languages`: whether masked language
-        tokens are predicted. `placing`: whether CTC tells the anchors where tokens are. `compiled`: whether to fuse
-        head and loss.
+        """`learns`: of an adapter or a speller the CTC is all there is to the loss. `adapted`: whether what is given is
+        what the adapter hears, and not the encoder. `languages`: whether masked language tokens are predicted.
+        `placing`: whether CTC tells the anchors where tokens are. `compiled`: whether to fuse head and loss.
         """
         super().__init__()
         self.decoder = decoder
-        self.hears_only = hears_only
+        self.learns = learns
+        self.adapted = adapted
         self.label_smoothing = label_smoothing
         self.languages = languages
         self.placing = placing
@@ -71,8 +76,8 @@ class Objective(nn.Module):
     def forward(self, audio_BTD: Tensor, heard_BT: Tensor | None, masked: Masked, ahead: Tensor | None = None) -> Terms:
         """`heard_BT` is None where every audio position counts; `ahead` is the decoder's."""
         decoder, config = self.decoder, self.decoder.config
-        if self.hears_only:
-            ctc, _ = _spelling_loss(decoder.hear(audio_BTD, heard_BT), masked, placing=False)
+        if self.learns != "all":
+            ctc, _ = _spelling_loss(self._spelled(audio_BTD, heard_BT), masked, placing=False)
             nothing = torch.zeros_like(ctc)
             return Terms(nothing, nothing, nothing, ctc, nothing, nothing.new_zeros(BINS))
         memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
@@ -100,6 +105,13 @@ class Objective(nn.Module):
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
         return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, placing, by_bin)
+
+    def _spelled(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> AudioMemory:
+        """The spelling of the part that learns alone."""
+        if self.adapted:
+            return self.decoder.spell(AudioMemory([], heard_BT, audio_BTD))
+        memory = self.decoder.hear(audio_BTD, heard_BT)
+        return replace(memory, earlier=()) if self.learns == "speller" else memory
 
     @torch.no_grad()
     def _draft(

@@ -175,6 +175,36 @@ def base_stage2_uniform() -> Recipe:
     return replace(base_stage2(), masks=base_stage1().masks)
 
 
+def speller() -> Recipe:
+    """A speller above a model with an adapter (--init_from), on a CPU: everything below is frozen, and heard once."""
+    return Recipe(
+        decoder=DecoderConfig(adapter=1, speller=3, dropout=0.1),
+        window="clip",
+        text_style="written",
+        learns="speller",
+        feeder="features",
+        sampler=SamplerOptions(
+            seconds=100,
+            shapes=(3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 14.0, 17.0, 20.0, 25.0, 30.0),
+            rows_multiple=1,
+            join=0.1,
+            language_alpha=0.8,
+            dataset_alpha=0.7,
+        ),
+        spec_augment=SpecAugment(spans=3, span_frames=10, span_share=0.08),
+        ctc_weight=1.0,
+        epochs=8,
+        learning_rate=1e-3,
+        warmup_steps=300,
+        floor=0.02,
+        weight_decay=0.01,
+        ema_decay=0.999,
+        ema_ramp=20,
+        eval_every=2000,
+        save_every=1000,
+    )
+
+
 def finetune() -> Recipe:
     """A model to an hour of one's own speech, with --init_from; the model brings its own architecture."""
     return Recipe(
@@ -204,6 +234,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         base_stage1,
         base_stage2,
         base_stage2_uniform,
+        speller,
         trial,
         trial_paper,
         finetune,

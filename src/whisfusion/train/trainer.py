@@ -27,7 +27,7 @@ from whisfusion.train.masking import BINS, Masked, mask_step, to_device
 from whisfusion.train.objective import Objective, Terms
 from whisfusion.train.parallel import Ranks, shard
 
-FRESH = ("adapter.", "anchors.", "draft.")
+FRESH = ("adapter.", "speller.", "anchors.", "draft.")
 """Parts of a decoder that no published model has."""
 
 
@@ -65,16 +65,16 @@ class Trainer:
         self.dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.encoder = encoder.to(ranks.device, self.dtype)
         self.decoder = decoder.to(ranks.device).train()
-        hears_only = recipe.learns == "adapter"
-        if hears_only:
-            decoder.requires_grad_(False).adapter.requires_grad_(True)
+        if recipe.learns != "all":
+            decoder.requires_grad_(False).get_submodule(recipe.learns).requires_grad_(True)
         prepare_blocks(self.encoder.blocks, compiled=recipe.compile)
         adapter = [decoder.adapter.blocks, decoder.adapter.nearby] if decoder.config.adapter else []
         for blocks in [decoder.blocks, *adapter]:
             prepare_blocks(blocks, compiled=recipe.compile, checkpointed=recipe.checkpoint_activations)
         self.objective = Objective(
             decoder,
-            hears_only=hears_only,
+            learns=recipe.learns,
+            adapted=recipe.feeder == "features",
             label_smoothing=recipe.label_smoothing,
             languages=recipe.language_share > 0,
             placing=recipe.placing_weight > 0 and decoder.config.anchors,
@@ -129,8 +129,10 @@ class Trainer:
         self.step_number += 1
 
     def hear(self, mel_BMF: Tensor, frames_B: Tensor, augment_BN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The encoder's features and which of them are a clip's own (None: all)."""
+        """What is heard and which of it is a clip's own (None: all): the encoder's features, or a bank's."""
         mel_BMF = spec_augment(mel_BMF, frames_B, self.recipe.spec_augment, augment_BN).to(self.dtype)
+        if self.recipe.feeder == "features":
+            return mel_BMF.transpose(1, 2), torch.arange(mel_BMF.shape[2], device=mel_BMF.device) < frames_B[:, None]
         if self.recipe.window == "padded":
             return self.encoder(mel_BMF), None
         audio_BTD = self.encoder(mel_BMF, frames_B)
