@@ -131,3 +131,16 @@ def test_a_word_keeps_its_capital_and_the_marks_after_it():
     thought = thoughts(*((token,) for token in chosen.tokens))
     tokens = repair(chosen, [chosen], thought, logits_of(" Socket, she said."), lambda word: ("socket",))
     assert get_tokenizer().decode(tokens) == "Socket, she said."
+
+
+@pytest.mark.parametrize("written", [("滩", "催"), ("催", "滩"), ("滩",)])
+def test_parts_of_a_character_become_a_whole_one(written):
+    """Of a character in two tokens one is wrong, or missing, and another one was less likely by itself."""
+    (first, second), others = (get_tokenizer().encode(character)[-2:] for character in ("滩", "催"))
+    parts = [(first, second)[i] if character == "滩" else others[i] for i, character in enumerate(written)]
+    assert "\ufffd" in get_tokenizer().decode(parts)
+    in_mind = thoughts((CAT,), (parts[0], first), (*parts[1:], second), (CAT,))
+    chosen = candidate(CAT, *parts, CAT)
+    # It was heard, but not so well that CTC would have it against the decoder.
+    heard = logits_of(" cat滩 cat", sure=1.0)
+    assert get_tokenizer().decode(repair(chosen, [chosen], in_mind, heard)) == "cat滩 cat"

@@ -154,7 +154,7 @@ class Speller(nn.Module):
         super().__init__()
         self.nearby = nn.ModuleList(Nearby(width, SPELLER_REACH, dropout) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.ffns = nn.ModuleList(FeedForward(width, 2 * width) for _ in range(layers))
+        self.ffns = nn.ModuleList(FeedForward(width, 3 * width // 2) for _ in range(layers))
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x_BTD: Tensor, present_BT: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ those of a lexicon. All of it is for one utterance, on the host.
 Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank), M choices.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ _WORST = -5.0
 """Edits that cost the decoder more are not looked at."""
 _APART = 3
 """Tokens between edits that are made at once."""
+_LONGEST = 3
+"""Tokens that a character may have beside one of its own."""
 _ROUNDS = 2
 _SURE = -1.0
 """Words that the decoder finds likelier are not looked up."""
@@ -58,6 +61,8 @@ _EARLIER = 2
 """Frames before a word's first letter that may belong to it."""
 _MARGIN = 20
 """Frames, before and after where the text that is edited was heard, in which what is new may be heard."""
+_BROKEN = 2.0
+"""Nats that a character is worth of which a part is missing, if it is made whole."""
 _EDITS_AT_ONCE = 1024
 
 
@@ -93,7 +98,7 @@ def repair(
         for _ in range(_ROUNDS):
             if text is None:
                 break
-            edits = list(propose(draft, anew, minds, text))
+            edits = _preferring_whole(draft.tokens, propose(draft, anew, minds, text))
             gains = [edit.gain + _SPELLING * gain for edit, gain in zip(edits, text.gains(edits), strict=True)]
             made = _apart([(gain, edit) for gain, edit in zip(gains, edits, strict=True) if gain > _LEAST_GAIN])
             if not made:
@@ -193,6 +198,7 @@ def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: "Text") -> I
                 break
             if other != tokens[j]:
                 yield Edit(j, j + 1, (other,), (place,), logprob - own)
+        yield from _whole_characters(draft, j, minds)
         if j + 1 == len(tokens):
             continue
         after = places[j + 1]
@@ -201,6 +207,66 @@ def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: "Text") -> I
             gain = max(minds(other, place), minds(other, after)) - both - _COST
             if gain >= _WORST:
                 yield Edit(j, j + 2, (other,), (place,), gain)
+
+
+def _whole_characters(draft: _Draft, j: int, minds: _Minds) -> Iterator[Edit]:
+    """Where a token is a part of a character, and perhaps the next one too: two parts that make a whole one."""
+    tokens, places, parts = draft.tokens, draft.places, _parts()
+    if tokens[j] not in parts:
+        return
+    spelled = get_tokenizer().token_bytes()
+    place, after = places[j], places[j + 1] if j + 1 < len(tokens) else places[j] + 1
+    seconds = [other for _, other in {*minds.choices(place), *minds.choices(after)} if other in parts]
+    for _, first in minds.choices(place):
+        if first not in parts:
+            continue
+        for second in seconds:
+            if not _is_whole(spelled[first] + spelled[second]):
+                continue
+            both = minds(first, place) + minds(second, after)
+            gain = both - minds(tokens[j], place) - _COST
+            if gain >= _WORST:
+                yield Edit(j, j + 1, (first, second), (place, after), gain)
+            if j + 1 < len(tokens) and (first, second) != (tokens[j], tokens[j + 1]):
+                gain = both - minds(tokens[j], place) - minds(tokens[j + 1], after)
+                if gain >= _WORST:
+                    yield Edit(j, j + 2, (first, second), (place, after), gain)
+
+
+def _preferring_whole(tokens: Sequence[int], edits: Iterable[Edit]) -> list[Edit]:
+    """The edits, of which those gain that make characters whole, and those lose that break them."""
+    parts = _parts()
+    if parts.isdisjoint(tokens):
+        return [edit if parts.isdisjoint(edit.tokens) else edit._replace(gain=edit.gain - _BROKEN) for edit in edits]
+    found = []
+    for edit in edits:
+        start, stop = max(0, edit.first - _LONGEST), edit.end + _LONGEST
+        before, after = tokens[start : edit.first], tokens[edit.end : stop]
+        old, new = (*before, *tokens[edit.first : edit.end], *after), (*before, *edit.tokens, *after)
+        if not (parts.isdisjoint(old) and parts.isdisjoint(new)):
+            edit = edit._replace(gain=edit.gain + _BROKEN * (_broken(old) - _broken(new)))
+        found.append(edit)
+    return found
+
+
+@functools.cache
+def _parts() -> frozenset[int]:
+    """Tokens that are not whole characters by themselves."""
+    return frozenset(token for token, spelled in enumerate(get_tokenizer().token_bytes()) if not _is_whole(spelled))
+
+
+def _is_whole(spelled: bytes) -> bool:
+    try:
+        spelled.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _broken(tokens: Iterable[int]) -> int:
+    """How many characters of these tokens are not whole."""
+    spelled = get_tokenizer().token_bytes()
+    return b"".join(spelled[token] for token in tokens).decode(errors="replace").count("\ufffd")
 
 
 def _reword(

@@ -465,7 +465,8 @@ def _heard(pool: Pool, selection: Selection, tokens: tuple[int, ...], trace: tup
     others = len(pool.candidates) - 1
     return Heard(
         language=pool.language,
-        text=text,
+        # A character of which a part is missing cannot be read.
+        text=text.replace("\ufffd", ""),
         tokens=tokens,
         avg_logprob=chosen.confidence,
         no_speech_prob=sum(not candidate.tokens for candidate in pool.candidates) / len(pool.candidates),

@@ -53,7 +53,7 @@ def decoder_flops(
             adapter += earlier * audio * heard * 2 * config.stride * CLASSES
     if config.speller:
         heard = config.audio_width
-        adapter += audio * heard * (config.speller * (7 * heard + SPELLER_REACH) + config.stride * CLASSES)
+        adapter += audio * heard * (config.speller * (6 * heard + SPELLER_REACH) + config.stride * CLASSES)
     forward = utterances * (config.layers * (block + attention + keys_values) + projection + anchors + adapter)
     forward += predicted * width * config.vocab_size
     draft = 0

@@ -200,6 +200,7 @@ def speller() -> Recipe:
         weight_decay=0.01,
         ema_decay=0.999,
         ema_ramp=20,
+        precision="auto",
         eval_every=2000,
         save_every=1000,
     )
