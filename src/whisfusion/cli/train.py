@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 RECIPE_NAMES = (
     *("paper_stage1", "paper_stage2", "paper_stage2_uniform"),
     *("base_hearing", "base_stage1", "base_stage2", "base_stage2_uniform"),
-    *("trial", "trial_paper", "finetune", "tiny"),
+    *("trial", "trial_paper", "speller", "finetune", "tiny"),
 )
 """Spelt out here so that the help need not import torch."""
 
