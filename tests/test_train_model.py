@@ -93,6 +93,10 @@ def test_a_fine_tuned_model_keeps_what_it_knew(tiny_clip_model, tmp_path):
     assert config.languages == ("en", "de", "ja")
     assert config.detects_language
     assert config.training["recipe"] == "finetune"
+    generation = [
+        checkpoint.load(path, dtype=torch.float32).generation for path in (tiny_clip_model, args.out / "model")
+    ]
+    assert generation[0] == generation[1]
     assert "encoder.safetensors" in files
     before = checkpoint.load(tiny_clip_model, dtype=torch.float32).decoder.state_dict()
     after = checkpoint.load(tmp_path / "run" / "model", dtype=torch.float32).decoder.state_dict()

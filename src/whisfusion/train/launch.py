@@ -26,7 +26,7 @@ from whisfusion.train.display import Display, make_display
 from whisfusion.train.estimate import render_jobs
 from whisfusion.train.log import RunLog
 from whisfusion.train.loop import Run
-from whisfusion.train.model import StartingPoint, ears, heard_by, model_config, starting_point
+from whisfusion.train.model import StartingPoint, ears, heard_by, inherit, model_config, starting_point
 from whisfusion.train.parallel import Ranks, join_ranks
 from whisfusion.train.plots import draw_plots
 from whisfusion.train.prepare import Job, TrainArgs, run_folder, sampler_options
@@ -102,8 +102,8 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
                     log.skipped(trainer.step_number, dev.failures)
                     display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
                 budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
-                before = None if recipe.learns == "all" else start.model
-                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, encoder, before)
+                inherited = None if start.model is None else inherit(start.model, recipe, job.filtered.kept)
+                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, encoder, inherited)
                 finished = run.fit()
             if ranks.main:
                 finish(job, state, display, finished=finished)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from whisfusion import checkpoint
-from whisfusion.checkpoint import Model, ModelConfig
+from whisfusion.checkpoint import ModelConfig
 from whisfusion.data.batch import Step
 from whisfusion.errors import WhisfusionError
 from whisfusion.train import schedule
@@ -24,6 +24,7 @@ from whisfusion.train.dev import DevSet
 from whisfusion.train.display import Display
 from whisfusion.train.log import RunLog
 from whisfusion.train.meter import Counted, Meter
+from whisfusion.train.model import Inherited
 from whisfusion.train.parallel import StopSignal
 from whisfusion.train.state import TrainState
 
@@ -42,8 +43,8 @@ class Run:
     dev: DevSet | None = None
     encoder: Mapping[str, Tensor] | None = None
     """The encoder's weights, where exported models hold them too."""
-    before: Model | None = None
-    """The model of which a part learns alone: what else there is to it stays."""
+    inherited: Inherited | None = None
+    """What exported models keep of the model that the run started from."""
 
     def fit(self) -> bool:
         """Train to the end and export; or, told by SIGTERM or SIGINT, save and return False."""
@@ -90,20 +91,20 @@ class Run:
         }
         # Written beside and renamed, so that there is never half a model.
         temporary = folder.with_name(f".{folder.name}.part")
-        before = self.before
+        inherited = self.inherited
         checkpoint.save(
             temporary,
             replace(self.config, training={**self.config.training, **facts}),
             averages,
             encoder=self.encoder,
-            generation=trainer.recipe.dev if before is None else before.generation,
+            generation=trainer.recipe.dev if inherited is None else inherited.generation,
             # What did not learn is to stay what it was, to the last bit.
-            dtype=torch.bfloat16 if before is None else torch.float32,
+            dtype=torch.bfloat16 if trainer.recipe.learns == "all" else torch.float32,
         )
-        if before is not None and before.vocabulary is not None:
-            checkpoint.add_vocabulary(temporary, before.vocabulary)
-        if before is not None and before.lexicon is not None:
-            checkpoint.add_lexicon(temporary, before.lexicon)
+        if inherited is not None and inherited.vocabulary is not None:
+            checkpoint.add_vocabulary(temporary, inherited.vocabulary)
+        if inherited is not None and inherited.lexicon is not None:
+            checkpoint.add_lexicon(temporary, inherited.lexicon)
         _replace_folder(temporary, folder)
 
     def _steps(self) -> Iterator[Step]:

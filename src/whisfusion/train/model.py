@@ -1,7 +1,8 @@
 """Where a run's model comes from: a random start, a Whisper, or a model folder."""
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,16 @@ from torch import Tensor
 from whisfusion import checkpoint, hub, quantise
 from whisfusion.checkpoint import Model, ModelConfig
 from whisfusion.data.feature_bank import Listen
+from whisfusion.data.utterance import Utterance
 from whisfusion.decoder import DiffusionDecoder, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder, audio_mask
+from whisfusion.lexicon import Lexicon, word_list
 from whisfusion.mel import log_mel
+from whisfusion.normalise import normalise
+from whisfusion.pdd import PDDOptions
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
+from whisfusion.vocabulary import Vocabulary, token_list
 from whisfusion.weights import fingerprint, load_whisper_weights
 
 
@@ -136,6 +142,35 @@ def model_config(
         detects_language=recipe.language_share > 0 or start.detects_language,
         training=facts,
     )
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a model that is trained on keeps, beside its weights."""
+
+    generation: PDDOptions
+    vocabulary: Vocabulary | None
+    """The tokens that it could write, and those of what it is trained on."""
+    lexicon: Lexicon | None
+    """Its words, and those of what it is trained on."""
+
+
+def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> Inherited:
+    """What stays of a model; its settings for decoding do unless the recipe has some of its own."""
+    texts: dict[str, list[str]] = defaultdict(list)
+    for utterance in utterances:
+        own = utterance.text if recipe.text_style == "written" else normalise(utterance.text, utterance.language)
+        texts[utterance.language].append(own)
+    vocabulary, lexicon = before.vocabulary, before.lexicon
+    if vocabulary is not None:
+        # A language without a list may be written in any token.
+        more = {code: token_list(own) for code, own in texts.items() if code in vocabulary}
+        vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
+    if lexicon is not None:
+        words = {code: [*lexicon.words(code), *word_list(own, code)] for code, own in texts.items()}
+        words = {code: lexicon.words(code) for code in lexicon.languages} | words
+        lexicon = Lexicon({code: own for code, own in words.items() if own})
+    return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, lexicon)
 
 
 def ears(start: StartingPoint, device: torch.device) -> Listen:
