@@ -139,11 +139,28 @@ def test_files_are_written_by_stem(call, tiny_clip_model: Path, make_wav, tmp_pa
         "transcribe", *files, "--model", tiny_clip_model, "--output-dir", out, "--output-format", "all", "--quiet"
     )
     assert (answer.status, answer.out, answer.err) == (0, "", "")
-    assert sorted(os.listdir(out)) == ["a.flac.json", "a.flac.txt", "a.wav.json", "a.wav.txt", "b.json", "b.txt"]
+    kinds = ("json", "srt", "txt", "vtt")
+    assert sorted(os.listdir(out)) == [f"{name}.{kind}" for name in ("a.flac", "a.wav", "b") for kind in kinds]
     value = json.loads((out / "b.json").read_text("utf-8"))
     assert (out / "b.txt").read_text("utf-8") == f"{value['text']}\n"
     assert value["language"] in ("en", "de", "ja")
     assert value["segments"][0]["candidates"]
+    # Subtitles are by the times of words, which are in the JSON then too.
+    words = [word for segment in value["segments"] for word in segment["words"]]
+    assert "".join(word["word"] for word in words).strip() == value["text"]
+    assert (out / "b.vtt").read_text("utf-8").startswith("WEBVTT\n")
+
+
+@pytest.mark.parametrize("kind", ["srt", "vtt"])
+def test_subtitles_of_one_file_go_to_stdout(call, tiny_model: Path, make_wav, kind: str):
+    """Of a model that cannot time words too: what is said in a window is one cue."""
+    model = ("--model", tiny_model, "--language", "en", "--output_format", kind)
+    answer = call("transcribe", make_wav(), *model)
+    assert answer.status == 0
+    assert answer.out.count(" --> ") == 1
+    answer = call("transcribe", make_wav(), make_wav("b.wav"), *model)
+    assert answer.status == 2
+    assert "say where with --output_dir" in answer.err
 
 
 def test_json_on_stdout_is_a_line_for_each_file(call, tiny_model: Path, make_wav):
@@ -291,7 +308,8 @@ def test_a_folder_without_sound_gets_a_sentence(call, tiny_model: Path, make_wav
         (("--language", "en", "--device", "abacus"), "unknown device 'abacus'"),
         (("--language", "en", "--fast", "--accurate"), "not allowed with argument"),
         (("--language", "en", "--output_format", "all"), "say where with --output_dir"),
-        (("--language", "en", "--output_format", "srt"), "invalid choice: 'srt'"),
+        (("--language", "en", "--output_format", "lrc"), "invalid choice: 'lrc'"),
+        (("--language", "en", "--word_timestamps"), "leave out word_timestamps"),
         (("--language", "en", "--colour"), "unknown: --colour"),
     ],
 )

@@ -271,6 +271,7 @@ def test_a_batch_is_finished_after_the_next_has_begun():
 
     class Slow:
         default = PDDOptions()
+        times_words = False
 
         def check(self, options, language):
             pass

@@ -170,7 +170,7 @@ class GraphEngine:
             pdd=options.pdd,
             detect=any(window.language is None for window in batch),
             rerank=rerank,
-            spelling=options.selection == "spelling" or bool(options.repair),
+            spelling=options.selection == "spelling" or options.words or bool(options.repair),
             thoughts=bool(options.repair),
             trace=options.trace,
         )

@@ -1,10 +1,12 @@
-"""Transcripts as files: txt and json, named after what was transcribed."""
+"""Transcripts as files: text, JSON and subtitles, named after what was transcribed."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from whisfusion.subtitles import to_srt, to_vtt
 
 if TYPE_CHECKING:
     from whisfusion.transcriber import Transcript
@@ -20,7 +22,7 @@ def to_json(transcript: "Transcript") -> str:
     return json.dumps(transcript.to_dict(), ensure_ascii=False, indent=2) + "\n"
 
 
-FORMATS: dict[str, Callable[["Transcript"], str]] = {"txt": to_txt, "json": to_json}
+FORMATS: dict[str, Callable[["Transcript"], str]] = {"txt": to_txt, "json": to_json, "srt": to_srt, "vtt": to_vtt}
 """Each format's name, which is also its suffix, and its writer."""
 
 

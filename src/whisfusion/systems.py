@@ -39,6 +39,7 @@ from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
 from whisfusion.transcriber import Alternative, DecodingOptions, Heard, Stopwatch, Window
 from whisfusion.vocabulary import Columns, Vocabulary
 from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
+from whisfusion.words import Word, time_words
 
 _LANGUAGE_POSITION = 1
 _LOOKED_AT_ONCE = 1024
@@ -77,6 +78,7 @@ class DiffusionSystem:
         """`engine` does all up to selection, instead of the plain code below."""
         self.model = model
         self.default = model.generation
+        self.times_words = model.config.decoder.adapter > 0
         self._engine = engine
         self._rerank: WhisperRerank | None = None
         self._heads: dict[str | None, Head] = {}
@@ -99,6 +101,8 @@ class DiffusionSystem:
         mends = self._repairs(options)
         if options.looks < 0 or (options.looks and not mends):
             raise OptionError("looks must be 0, or more where a model with an adapter repairs")
+        if options.words and not self.times_words:
+            raise OptionError("words are timed by a model with an adapter: leave out word_timestamps")
 
     def detect(self, batch: Sequence[Window]) -> list[str]:
         """The language of each window, from the prompt's masked language token."""
@@ -180,7 +184,7 @@ class DiffusionSystem:
         )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
-        spells = options.selection == "spelling" or self._repairs(options)
+        spells = options.selection == "spelling" or options.words or self._repairs(options)
         bytes_B = predictor.memory.own_bytes() if spells else [None] * len(batch)
         thoughts_B = _own(decoded.thoughts, canvas_B)
         pools = [
@@ -220,7 +224,11 @@ class DiffusionSystem:
             tuple(step.of(row, slice(PROMPT_LENGTH, positions)) for step in steps)
             for row, positions in enumerate(canvas_B)
         ]
-        return [_heard(*parts) for parts in zip(pools, selections, texts, traces, strict=True)]
+        words = [
+            time_words(text, pool.bytes_TV, pool.language) if options.words and pool.bytes_TV is not None else ()
+            for pool, text in zip(pools, texts, strict=True)
+        ]
+        return [_heard(*parts) for parts in zip(pools, selections, texts, words, traces, strict=True)]
 
     def _repair(
         self, pools: Sequence[Pool], chosen: Sequence[Candidate], look: LookAt | None, looks: int
@@ -392,12 +400,15 @@ class WhisperSystem:
     """Whisper with its own greedy decoder over the same encoder code."""
 
     default = PDDOptions()
+    times_words = False
 
     def __init__(self, whisper: Whisper) -> None:
         self.whisper = whisper
 
     def check(self, options: DecodingOptions, language: str | None) -> None:
-        """Nothing to refuse: options of diffusion decoding are not looked at."""
+        """Options of diffusion decoding are not looked at."""
+        if options.words:
+            raise OptionError("words are timed with --system whisfusion alone: leave out word_timestamps")
 
     def start(
         self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
@@ -457,7 +468,13 @@ def _own(thoughts: Thoughts | None, canvas_B: Sequence[int]) -> list[Thoughts | 
     return [thoughts.of(row, slice(PROMPT_LENGTH, positions)) for row, positions in enumerate(canvas_B)]
 
 
-def _heard(pool: Pool, selection: Selection, tokens: tuple[int, ...], trace: tuple[UtteranceStep, ...]) -> Heard:
+def _heard(
+    pool: Pool,
+    selection: Selection,
+    tokens: tuple[int, ...],
+    words: tuple[Word, ...],
+    trace: tuple[UtteranceStep, ...],
+) -> Heard:
     """What was chosen, as `tokens` has it after it was mended, and all candidates beside it as they were drawn."""
     chosen: Candidate = pool.candidates[selection.index]
     text = pool.texts[selection.index] if tokens == chosen.tokens else get_tokenizer().decode(tokens)
@@ -478,5 +495,6 @@ def _heard(pool: Pool, selection: Selection, tokens: tuple[int, ...], trace: tup
         ),
         agreement=1 - min(1.0, pool_risks[selection.index] / others) if others else None,
         complete=chosen.complete,
+        words=words,
         trace=trace,
     )

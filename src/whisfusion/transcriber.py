@@ -16,6 +16,7 @@ from whisfusion.errors import OptionError
 from whisfusion.pdd import PDDOptions, UtteranceStep, override_options
 from whisfusion.speech import windows
 from whisfusion.tokenizer import canonical_language
+from whisfusion.words import Word
 
 Audio = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | torch.Tensor
 """What can be transcribed: a path, "-" for stdin, the bytes of a file, a binary file object, or samples at 16 kHz."""
@@ -53,6 +54,8 @@ class Segment:
     """1 where all candidates say the same, towards 0 where they share nothing."""
     complete: bool = True
     """False where the canvas was full before the transcript ended: there may be more to hear."""
+    words: tuple[Word, ...] = ()
+    """When each word was said, if that was asked for."""
     trace: tuple[UtteranceStep, ...] = ()
     """Every denoising step, if it was asked for."""
 
@@ -85,8 +88,9 @@ class Transcript:
         for segment in value["segments"]:
             if not segment["candidates"]:
                 del segment["candidates"], segment["agreement"]
-            if not segment["trace"]:
-                del segment["trace"]
+            for asked_for in ("trace", "words"):
+                if not segment[asked_for]:
+                    del segment[asked_for]
         return value | {"confidence": self.confidence}
 
 
@@ -117,6 +121,8 @@ class Heard:
     candidates: tuple[Alternative, ...] = ()
     agreement: float | None = None
     complete: bool = True
+    words: tuple[Word, ...] = ()
+    """Seconds from the start of the window."""
     trace: tuple[UtteranceStep, ...] = ()
 
 
@@ -131,12 +137,16 @@ class DecodingOptions:
     """Whether the chosen candidate is mended; None where the model can, but for the oracle."""
     looks: int = 0
     """How often the decoder looks at what was mended, for it to be mended again."""
+    words: bool = False
+    """Whether words are timed."""
 
 
 class System(Protocol):
     """What turns a batch of windows into text. No call knows of those before it."""
 
     default: PDDOptions
+    times_words: bool
+    """Whether it can tell when each word was said."""
 
     def check(self, options: DecodingOptions, language: str | None) -> None:
         """Raise before any work if these options cannot be served."""
@@ -169,6 +179,7 @@ class TranscribeOptions(TypedDict, total=False):
     selection: SelectionName
     repair: bool | None
     looks: int
+    word_timestamps: bool
     reference: str | Sequence[str] | None
     seed: int
     trace: bool
@@ -206,6 +217,8 @@ class Transcriber:
             where the model can.
         looks: how often the decoder looks at what was mended, both neighbours of each token in sight, for it to be
             mended again: a little better, and slower.
+        word_timestamps: tell when each word was said, in the segments' `words`; for models with an adapter, whose CTC
+            hears where letters are.
         reference: the true transcript or transcripts, for the oracle alone.
         seed: with a window's samples it decides all randomness: what else is in the batch does not.
         trace: keep every denoising step of every candidate in the segments.
@@ -232,6 +245,7 @@ class Transcriber:
         selection: SelectionName = "mbr",
         repair: bool | None = None,
         looks: int = 0,
+        word_timestamps: bool = False,
         reference: str | Sequence[str] | None = None,
         seed: int = 0,
         trace: bool = False,
@@ -258,7 +272,8 @@ class Transcriber:
             "temperature": temperature,
             "remask": remask,
         }
-        options = DecodingOptions(override_options(self.system.default, given), selection, trace, repair, looks)
+        pdd = override_options(self.system.default, given)
+        options = DecodingOptions(pdd, selection, trace, repair, looks, word_timestamps)
         asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
         for code in dict.fromkeys(asked):
             self.system.check(options, code)
@@ -391,6 +406,7 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
             candidates=result.candidates,
             agreement=result.agreement,
             complete=result.complete,
+            words=tuple(_later(word, first / SAMPLE_RATE) for word in result.words),
             trace=result.trace,
         )
         for number, ((first, last), result) in enumerate(zip(ranges, heard, strict=True))
@@ -401,6 +417,10 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
             total[stage] = total.get(stage, 0.0) + seconds
     language = heard[0].language
     return Transcript(_join_texts(segments, language), language, ranges[-1][1] / SAMPLE_RATE, segments, total)
+
+
+def _later(word: Word, seconds: float) -> Word:
+    return replace(word, start=round(word.start + seconds, 3), end=round(word.end + seconds, 3))
 
 
 def _join_texts(segments: Sequence[Segment], language: str) -> str:

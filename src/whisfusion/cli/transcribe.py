@@ -24,6 +24,7 @@ _EXAMPLES = """\
 examples:
   whisfusion transcribe talk.mp3 --language en
   whisfusion transcribe recordings/ --output_dir texts --output_format all
+  whisfusion transcribe film.mkv --output_format srt > film.srt
   ffmpeg -i film.mkv -f wav - | whisfusion transcribe - --fast
   whisfusion transcribe talk.mp3 --system whisper --model whisper-base
 """
@@ -56,10 +57,13 @@ def add(commands: Commands) -> None:
     )
     output.add_argument(
         "--output_format",
-        choices=("txt", "json", "all"),
+        choices=("txt", "json", "srt", "vtt", "all"),
         default="txt",
-        help="txt (default), or json with segments, candidates and scores; without --output_dir on stdout, "
-        "one line per input",
+        help="txt (default); json with segments, candidates and scores, without --output_dir on stdout, one line per "
+        "input; srt or vtt, subtitles; or all of them",
+    )
+    output.add_argument(
+        "--word_timestamps", action="store_true", help="json: when each word was said; subtitles use it in any case"
     )
     output.add_argument(
         "--trace", action="store_true", help="json: every denoising step too, its tokens, masks and confidences"
@@ -75,16 +79,20 @@ def add(commands: Commands) -> None:
 def run(arguments: Arguments) -> int:
     """Transcribe all that can be, tell of all that cannot; 1 where there was any of the latter."""
     decoding = decoding_arguments(arguments) | {"language": arguments.language, "trace": arguments.trace}
+    subtitled = arguments.output_format in ("srt", "vtt", "all")
     if arguments.trace and (arguments.output_format == "txt" or arguments.system == "whisper"):
         raise OptionError("--trace is for diffusion decoding with --output_format json or all")
     if arguments.output_format == "all" and arguments.output_dir is None:
         raise OptionError("--output_format all writes files: say where with --output_dir")
     sources, problems = expand(arguments.files)
+    if subtitled and len(sources) > 1 and arguments.output_dir is None:
+        raise OptionError("subtitles of several files are files too: say where with --output_dir")
     for problem in problems:
         _complain(problem)
     if not sources:
         return 1
     transcriber = load_transcriber(arguments)
+    decoding["word_timestamps"] = arguments.word_timestamps or (subtitled and transcriber.system.times_words)
     transcriber.transcribe([], **decoding)  # refuses options that do not fit before any audio is read
 
     printer = _Printer(arguments, sources)
@@ -192,7 +200,7 @@ class _Printer:
 
     def give(self, index: int, transcript: "Transcript") -> None:
         """Write the files and print the line of one source."""
-        from whisfusion.formats import write
+        from whisfusion.formats import FORMATS, write
 
         source = self._sources[index]
         for segment in transcript.segments:
@@ -213,6 +221,8 @@ class _Printer:
             return
         if self._format == "json" and not self._folder:
             print(json.dumps({"file": source, **transcript.to_dict()}, ensure_ascii=False), flush=True)
+        elif self._format in ("srt", "vtt") and not self._folder:
+            print(FORMATS[self._format](transcript), end="", flush=True)
         elif len(self._sources) == 1:
             print(transcript.text, flush=True)
         else:
