@@ -129,6 +129,17 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 {rows}
 """
 
+WORDS = """## Word times
+
+Of the bundled model, on words that SVOX Pico spoke one by one with pauses between them, so that it is known where each
+begins and ends: by how many milliseconds its times are late (median; negative: early), and how far off they are, either
+way (median, and what nine in ten are within). Real speech, which has no such gaps, is harder. Made by `{command}`.
+
+| language | words | recognised | start late | start off | 90 % | end late | end off | 90 % |
+|---|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
 FREQUENT = 5
 """Marks that are rarer in the references of a set have no F1 of their own on the page."""
 
@@ -260,6 +271,19 @@ def cpu() -> str:
         for name, row in result["systems"].items()
     )
     return CPU.format(rows=rows, processor=result["machine"]["processor"], **result)
+
+
+def words() -> list[str]:
+    """The times of words, where they were measured."""
+    if not (RESULTS / "word_times.json").exists():
+        return []
+    result = read("word_times.json")
+    times = [f"{end}_{what}_ms" for end in ("start", "end") for what in ("median", "off_median", "off_90")]
+    rows = []
+    for row in result["rows"]:
+        cells = [row["language"], str(row["words"]), str(row["recognised"]), *(f"{row[name]:.0f} ms" for name in times)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return [WORDS.format(command=result["command"], rows="\n".join(rows))]
 
 
 def gpu() -> str:
@@ -487,6 +511,7 @@ def render() -> str:
         [
             HEAD,
             model(),
+            *words(),
             cpu(),
             gpu(),
             *peers(),

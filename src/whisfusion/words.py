@@ -16,7 +16,7 @@ from whisfusion.tokenizer import get_tokenizer
 
 SECONDS = 2 / FRAMES_PER_SECOND
 """Seconds of a frame of CTC: it spells once for each position of the encoder."""
-_BEFORE, _AFTER = 0.06, 0.10
+_BEFORE, _AFTER = 0.03, 0.04
 """Seconds that a letter sounds before and after the frames in which CTC hears it, where nothing else does."""
 UNSPACED = frozenset({"zh", "ja", "yue", "th", "lo", "my", "km"})
 """Languages that write no spaces: of these each character is timed."""
