@@ -159,10 +159,10 @@ def test_rhvoice_speaks_with_the_voices_that_are_there_and_free(programs, tmp_pa
     made = options(language="pl", engine="rhvoice", sentences=20, held_out_voices=2, held_out_sentences=4)
     with pytest.raises(OptionError, match="RHVoice-test has no voice: install the package rhvoice"):
         synthesise(["Dzisiaj jest ładna pogoda."], tmp_path, made)
-    for name in ("cezary", "magda", "natan", "Leticia-F123"):
+    for name in ("cezary", "magda", "natan", "alicja", "michal", "Leticia-F123"):
         (tmp_path / "voices" / name).mkdir(parents=True)
     voices = ENGINES["rhvoice"].voices("pl")
-    assert {voice.accent for voice in voices} == {"magda", "natan"}
+    assert {voice.accent for voice in voices} == {"alicja", "michal"}
     assert len({voice.name for voice in voices}) == len(voices) == 18
     assert {voice.accent for voice in ENGINES["rhvoice"].voices("pt")} == {"leticia-f123"}
     assert ENGINES["rhvoice"].voices("es") == []
@@ -171,7 +171,7 @@ def test_rhvoice_speaks_with_the_voices_that_are_there_and_free(programs, tmp_pa
     assert (len(report.utterances), len(report.held_out)) == (20, 4)
     assert not {u.speaker for u in report.utterances} & {u.speaker for u in report.held_out}
     for utterance in report.utterances:
-        assert utterance.speaker.startswith(("rhvoice-magda-p", "rhvoice-natan-p"))
+        assert utterance.speaker.startswith(("rhvoice-alicja-p", "rhvoice-michal-p"))
 
 
 def test_rhvoice_is_told_rate_and_pitch_in_percent(tmp_path):

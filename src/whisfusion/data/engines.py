@@ -144,12 +144,15 @@ class OpenJtalk:
 
 
 class RHVoice:
-    """RHVoice: voices of people, each turned into a few. Left out is cezary (Polish), not for commercial use."""
+    """RHVoice: voices of people, each turned into a few; those alone whose licence lets a model be released.
+
+    Left out of the Polish ones are cezary and magda (CC BY-NC-ND), and natan, which version 1.8 has on the same terms.
+    """
 
     program = "RHVoice-test"
-    package = "rhvoice, and with it a voice such as rhvoice-polish or rhvoice-brazilian-portuguese"
+    package = "rhvoice, and with it a voice such as rhvoice-brazilian-portuguese"
     people: ClassVar[dict[str, tuple[str, ...]]] = {
-        "pl": ("alicja", "magda", "michal", "natan"),
+        "pl": ("alicja", "michal"),
         "pt": ("leticia-f123",),
         "es": ("mateo",),
     }
