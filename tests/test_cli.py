@@ -309,7 +309,9 @@ def test_a_folder_without_sound_gets_a_sentence(call, tiny_model: Path, make_wav
         (("--language", "en", "--fast", "--accurate"), "not allowed with argument"),
         (("--language", "en", "--output_format", "all"), "say where with --output_dir"),
         (("--language", "en", "--output_format", "lrc"), "invalid choice: 'lrc'"),
-        (("--language", "en", "--word_timestamps"), "leave out word_timestamps"),
+        (("--language", "en", "--word_timestamps"), "is for --output_format json"),
+        (("--language", "en", "--word_timestamps", "--output_format", "json"), "leave out word_timestamps"),
+        (("--language", "en", "--trace", "--output_format", "srt"), "--trace is for"),
         (("--language", "en", "--colour"), "unknown: --colour"),
     ],
 )

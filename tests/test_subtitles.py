@@ -57,9 +57,21 @@ def test_without_times_of_words_a_segment_is_one_cue():
     assert cues(transcript(Segment(0, 0.0, 9.0, "", (), -0.1, 1.0))) == []
 
 
-@pytest.mark.parametrize("write", [to_srt, to_vtt])
-def test_nothing_said_is_a_valid_file(write):
-    assert write(transcript(Segment(0, 0.0, 9.0, "", (), -0.1, 1.0))) in ("", "WEBVTT\n")
+@pytest.mark.parametrize(("write", "empty"), [(to_srt, ""), (to_vtt, "WEBVTT\n")])
+def test_nothing_said_is_a_valid_file(write, empty):
+    assert write(transcript(Segment(0, 0.0, 9.0, "", (), -0.1, 1.0))) == empty
+
+
+def test_vtt_shows_what_would_be_a_tag():
+    said = transcript(segment("AT&T <laughs>"))
+    assert "AT&amp;T &lt;laughs&gt;\n" in to_vtt(said)
+    assert "AT&T <laughs>\n" in to_srt(said)
+
+
+def test_a_cue_ends_after_it_begins():
+    said = Segment(0, 0.0, 2.0, "a", (), -0.1, 0.0, words=(Word(" a", 2.0, 2.0, 0.0),))
+    [cue] = cues(transcript(said))
+    assert cue.end > cue.start
 
 
 def test_chinese_is_wrapped_by_character():

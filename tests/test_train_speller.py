@@ -17,7 +17,7 @@ from whisfusion.errors import OptionError
 from whisfusion.lexicon import Lexicon
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.train import RECIPES, TrainArgs, main
-from whisfusion.train.model import adopt, ears, starting_point
+from whisfusion.train.model import adopt, ears, heard_by, starting_point
 from whisfusion.vocabulary import Vocabulary
 
 SETTINGS = {
@@ -97,7 +97,11 @@ def test_the_loss_falls(run):
 
 def test_what_is_kept_is_what_the_adapter_hears(base, run):
     start = starting_point(adopt(RECIPES["speller"](), str(base)), str(base))
-    listen = ears(start, torch.device("cpu"))
+    device = torch.device("cpu")
+    listen = ears(start, device)
+    assert json.loads((run / "features" / "features.jsonl").read_text().splitlines()[0])["model"] == heard_by(
+        start, device
+    )
     lines = [json.loads(line) for line in (run / "features" / "features.jsonl").read_text().splitlines()[1:]]
     kept = np.fromfile(run / "features" / "features.f16", dtype=np.float16).reshape(-1, 64)
     clips = {f"{u.dataset}/{u.id}": u for u in read_manifest(CLIPS)}
@@ -147,6 +151,27 @@ def test_what_another_model_heard_is_refused(tmp_path):
     bank_of(tmp_path)
     with pytest.raises(OptionError, match="what another model heard"):
         bank_of(tmp_path, model="b")
+
+
+def test_two_clips_of_one_name_are_refused(tmp_path):
+    clips = read_manifest(CLIPS)[:2]
+    clips[1] = replace(clips[1], id=clips[0].id)
+    with pytest.raises(OptionError, match="two clips are called"):
+        build_feature_bank(clips, lambda _: torch.ones(4, 2), tmp_path, model="a", width=2, per_second=25)
+
+
+def test_positions_that_are_gone_are_heard_again(tmp_path):
+    bank_of(tmp_path)
+    (tmp_path / "features.f16").unlink()
+    again, heard = bank_of(tmp_path)
+    assert len(heard) == 4
+    assert again.counts_VC.tolist() == [[4, 5, 6, 7]]
+    assert not again.frames_NM[0].any()
+
+
+def test_it_needs_a_model_to_stand_on(base, tmp_path):
+    with pytest.raises(OptionError, match="give --init_from"):
+        main(replace(arguments(base, tmp_path), init_from=None))
 
 
 def test_a_clip_that_cannot_be_read_is_named(tmp_path):

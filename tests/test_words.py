@@ -72,14 +72,16 @@ def test_where_nothing_is_written_between_words_characters_are_timed():
     tokens = get_tokenizer().encode(text)
     words = time_words(tokens, heard(f" {text}", first=3, apart=3, frames=200), "zh")
     assert [word.word.strip() for word in words] == ["我", "在", "公", "园，", "好。"]
+    text = "我用iPhone 15拍，2024年。"
+    words = time_words(get_tokenizer().encode(text), heard(f" {text}", first=3, apart=3, frames=300), "zh")
+    assert [word.word.strip() for word in words] == ["我", "用", "iPhone", "15", "拍，", "2024", "年。"]
 
 
 def test_parts_of_characters_are_left_out():
-    first, second = get_tokenizer().encode("滩")[-2:]
+    first, _ = get_tokenizer().encode("滩")[-2:]
     tokens = [*get_tokenizer().encode("cat"), first]
     words = time_words(tokens, heard(" cat", first=3, apart=3, frames=200), "en")
     assert [word.word for word in words] == [" cat"]
-    assert second is not None
 
 
 def test_long_texts_have_times_too():

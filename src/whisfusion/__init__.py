@@ -7,9 +7,10 @@ if TYPE_CHECKING:
     from whisfusion.errors import WhisfusionError
     from whisfusion.pdd import PDDOptions
     from whisfusion.transcriber import Segment, Transcriber, Transcript
+    from whisfusion.words import Word
 
 __version__ = "0.1.0"
-__all__ = ["PDDOptions", "Segment", "Transcriber", "Transcript", "WhisfusionError", "__version__", "load"]
+__all__ = ["PDDOptions", "Segment", "Transcriber", "Transcript", "WhisfusionError", "Word", "__version__", "load"]
 
 _HOMES = {
     "PDDOptions": "whisfusion.pdd",
@@ -17,6 +18,7 @@ _HOMES = {
     "Transcriber": "whisfusion.transcriber",
     "Transcript": "whisfusion.transcriber",
     "WhisfusionError": "whisfusion.errors",
+    "Word": "whisfusion.words",
     "load": "whisfusion.loading",
 }
 

@@ -483,7 +483,7 @@ def _heard(
     return Heard(
         language=pool.language,
         # A character of which a part is missing cannot be read.
-        text=text.replace("\ufffd", ""),
+        text=text.replace("\ufffd", "").strip(),
         tokens=tokens,
         avg_logprob=chosen.confidence,
         no_speech_prob=sum(not candidate.tokens for candidate in pool.candidates) / len(pool.candidates),

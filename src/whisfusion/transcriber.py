@@ -406,7 +406,7 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
             candidates=result.candidates,
             agreement=result.agreement,
             complete=result.complete,
-            words=tuple(_later(word, first / SAMPLE_RATE) for word in result.words),
+            words=tuple(_placed(word, first / SAMPLE_RATE, last / SAMPLE_RATE) for word in result.words),
             trace=result.trace,
         )
         for number, ((first, last), result) in enumerate(zip(ranges, heard, strict=True))
@@ -419,8 +419,10 @@ def _join(ranges: list[tuple[int, int]], heard: list[Heard], timings: list[dict[
     return Transcript(_join_texts(segments, language), language, ranges[-1][1] / SAMPLE_RATE, segments, total)
 
 
-def _later(word: Word, seconds: float) -> Word:
-    return replace(word, start=round(word.start + seconds, 3), end=round(word.end + seconds, 3))
+def _placed(word: Word, begins: float, ends: float) -> Word:
+    """Times from the start of the file; CTC hears on in the silence after a window."""
+    start, end = (round(min(begins + time, ends), 3) for time in (word.start, word.end))
+    return replace(word, start=start, end=end)
 
 
 def _join_texts(segments: Sequence[Segment], language: str) -> str:

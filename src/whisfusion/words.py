@@ -18,6 +18,9 @@ SECONDS = 2 / FRAMES_PER_SECOND
 """Seconds of a frame of CTC: it spells once for each position of the encoder."""
 _BEFORE, _AFTER = 0.03, 0.04
 """Seconds that a letter sounds before and after the frames in which CTC hears it, where nothing else does."""
+_NEW_WORD = r"(?=\s[^\w\s]*\w)"
+# Latin words and numbers stay whole.
+_NEW_CHARACTER = r"(?<![A-Za-z0-9])(?=\w)|(?<=[A-Za-z0-9])(?=[^\WA-Za-z0-9_])"
 UNSPACED = frozenset({"zh", "ja", "yue", "th", "lo", "my", "km"})
 """Languages that write no spaces: of these each character is timed."""
 
@@ -91,7 +94,7 @@ def _pieces(text: bytes, language: str) -> Iterator[bytes]:
     """Bytes of the words, one after another, or of characters where words are not told apart; marks go with a word."""
     whole = text.decode(errors="surrogateescape")
     # A word goes as far as the next one begins, so that marks between them are the first one's.
-    begins = r"(?=\w)" if language in UNSPACED else r"(?=\s[^\w\s]*\w)"
+    begins = _NEW_CHARACTER if language in UNSPACED else _NEW_WORD
     parts = [part for part in re.split(begins, whole) if part]
     # What comes before the first word is its own.
     first = next((number for number, part in enumerate(parts) if re.search(r"\w", part)), 0)

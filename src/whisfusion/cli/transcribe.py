@@ -80,7 +80,9 @@ def run(arguments: Arguments) -> int:
     """Transcribe all that can be, tell of all that cannot; 1 where there was any of the latter."""
     decoding = decoding_arguments(arguments) | {"language": arguments.language, "trace": arguments.trace}
     subtitled = arguments.output_format in ("srt", "vtt", "all")
-    if arguments.trace and (arguments.output_format == "txt" or arguments.system == "whisper"):
+    if arguments.word_timestamps and arguments.output_format == "txt":
+        raise OptionError("--word_timestamps is for --output_format json, srt, vtt or all")
+    if arguments.trace and (arguments.output_format not in ("json", "all") or arguments.system == "whisper"):
         raise OptionError("--trace is for diffusion decoding with --output_format json or all")
     if arguments.output_format == "all" and arguments.output_dir is None:
         raise OptionError("--output_format all writes files: say where with --output_dir")

@@ -43,6 +43,7 @@ def build_feature_bank(
     model: what tells the model that hears from others. per_second: positions of a second. `progress` is told of clips.
     Raises OptionError where the folder holds what another model heard.
     """
+    _check_names(utterances)
     kept = _Kept(folder, {"model": model, "width": width})
     failures = []
     with kept.growing() as append:
@@ -71,6 +72,15 @@ def build_feature_bank(
     )
 
 
+def _check_names(utterances: Sequence[Utterance]) -> None:
+    """What is heard is kept by dataset and id: one name must not stand for two clips."""
+    clips: dict[str, tuple[str, float | None]] = {}
+    for utterance in utterances:
+        clip = (utterance.audio_path, utterance.start)
+        if clips.setdefault(_name(utterance), clip) != clip:
+            raise OptionError(f"two clips are called {_name(utterance)}: give them ids, or datasets, of their own")
+
+
 def _check_length(samples: np.ndarray) -> None:
     if len(samples) > MAX_SAMPLES:
         raise AudioError(f"lasts {len(samples) / SAMPLE_RATE:.1f} s: cut it into windows of at most 30 s")
@@ -87,8 +97,8 @@ class _Kept:
         # Position 0 is zeros: what lies beyond a clip.
         self._end = 1
         if not self._index.exists():
-            self._index.write_text(json.dumps(head) + "\n", encoding="utf-8")
             self._positions.write_bytes(bytes(self._bytes))
+            self._index.write_text(json.dumps(head) + "\n", encoding="utf-8")
             return
         lines = self._index.read_text(encoding="utf-8").splitlines(keepends=True)
         if not lines or not lines[0].endswith("\n") or json.loads(lines[0]) != head:
@@ -140,6 +150,7 @@ class _Growing:
 
     def __init__(self, kept: _Kept, positions: Path, index: Path) -> None:
         self._kept = kept
+        positions.touch()
         self._positions, self._index = positions.open("r+b"), index.open("a", encoding="utf-8")
         self._positions.truncate(kept.end_byte)
         self._positions.seek(kept.end_byte)

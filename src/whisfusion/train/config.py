@@ -178,7 +178,9 @@ class Recipe:
             )
         if self.learns == "adapter" and not self.decoder.adapter:
             problems.append("learns 'adapter' needs a decoder with an adapter: give decoder.adapter")
-        if self.learns == "speller" and not self.decoder.speller:
+        if self.learns == "speller" and not self.decoder.adapter:
+            problems.append("learns 'speller' needs a model with an adapter")
+        elif self.learns == "speller" and not self.decoder.speller:
             problems.append("learns 'speller' needs a decoder with a speller: give decoder.speller")
         if self.feeder == "features":
             problems += self._feature_problems()

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 
@@ -72,8 +73,7 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
     config = model_config(recipe, start, job.languages, facts)
     checkpoints = Checkpoints(job.folder / "checkpoints", ranks)
     # Before training rounds it.
-    whole = {name: value.clone() for name, value in start.encoder.state_dict().items()}
-    encoder = whole if start.bundles_encoder else None
+    encoder = {name: value.clone() for name, value in start.encoder.state_dict().items() if start.bundles_encoder}
     with make_display(job.steps, main=ranks.main) as display:
         for note in job.notes:
             display.say(note)
@@ -81,9 +81,7 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
             display.say(f"stage {job.folder.name} of {job.home}")
         if recipe.feeder == "bank" and not kept.has_bank(job, start.encoder.config.mels):
             display.say(f"making spectrograms of {len(job.filtered.kept):,} clips")
-        if recipe.feeder == "features":
-            display.say(f"hearing {len(job.filtered.kept):,} clips, once: {job.folder / FEATURES} keeps it")
-        feeder = make_feeder(job, start, ranks, kept)
+        feeder = make_feeder(job, start, ranks, kept, display.say)
         trainer = Trainer(start.decoder, start.encoder, recipe, steps=job.steps, ranks=ranks)
         state = TrainState(trainer, feeder, Progress())
         try:
@@ -103,7 +101,7 @@ def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
                     display.say(f"{len(dev.failures)} dev clips could not be read: see skipped.jsonl")
                 budget = Budget(recipe, state.progress, began, evaluates=dev is not None)
                 inherited = None if start.model is None else inherit(start.model, recipe, job.filtered.kept)
-                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, encoder, inherited)
+                run = Run(state, config, job.folder, checkpoints, log, display, budget, dev, encoder or None, inherited)
                 finished = run.fit()
             if ranks.main:
                 finish(job, state, display, finished=finished)
@@ -186,32 +184,35 @@ def _clear_away(ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
-def features(job: Job, start: StartingPoint, ranks: Ranks) -> Bank:
-    """What the adapter hears in a job's clips; the first rank hears, and the others read."""
+def features(job: Job, start: StartingPoint, device: torch.device, say: Callable[[str], None]) -> Bank:
+    """What the adapter hears in a job's clips."""
+    config, clips = start.decoder.config, job.filtered.kept
+    say(f"hearing {len(clips):,} clips, once: {job.folder / FEATURES} keeps it")
 
-    def build() -> Bank:
-        config = start.decoder.config
-        return build_feature_bank(
-            job.filtered.kept,
-            ears(start, ranks.device),
-            job.folder / FEATURES,
-            model=heard_by(start),
-            width=config.audio_width,
-            per_second=FRAMES_PER_SECOND // (2 * config.stride),
-        )
+    def progress(done: int, clips: int) -> None:
+        if 10 * done // clips > 10 * (done - 1) // clips:
+            say(f"heard {done:,} of {clips:,} clips")
 
-    bank = build() if ranks.main else None
-    ranks.wait()
-    bank = build() if bank is None else bank
-    return replace(bank, frames_NM=bank.frames_NM.to(ranks.device))
+    bank = build_feature_bank(
+        clips,
+        ears(start, device),
+        job.folder / FEATURES,
+        model=heard_by(start, device),
+        width=config.audio_width,
+        per_second=FRAMES_PER_SECOND // (2 * config.stride),
+        progress=progress,
+    )
+    return replace(bank, frames_NM=bank.frames_NM.to(device))
 
 
-def make_feeder(job: Job, start: StartingPoint, ranks: Ranks, kept: Kept) -> Feeder:
+def make_feeder(
+    job: Job, start: StartingPoint, ranks: Ranks, kept: Kept, say: Callable[[str], None] = lambda _: None
+) -> Feeder:
     """The feeder that the recipe names."""
     recipe, mels = job.recipe, start.encoder.config.mels
     if recipe.feeder != "stream":
         return BankFeeder(
-            kept.bank(job, mels) if recipe.feeder == "bank" else features(job, start, ranks),
+            kept.bank(job, mels) if recipe.feeder == "bank" else features(job, start, ranks.device, say),
             sampler_options(recipe),
             canvas=recipe.decoder.canvas,
             text_style=recipe.text_style,

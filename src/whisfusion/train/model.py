@@ -138,7 +138,10 @@ def model_config(
         window=recipe.window,
         text_style=recipe.text_style,
         languages=tuple(dict.fromkeys([*start.languages, *languages])),
-        experimental=() if before is None else before.config.experimental,
+        # What was not learned below is not known above.
+        experimental=()
+        if before is None
+        else tuple(dict.fromkeys([*before.config.experimental, *(c for c in languages if c not in start.languages)])),
         detects_language=recipe.language_share > 0 or start.detects_language,
         training=facts,
     )
@@ -157,26 +160,25 @@ class Inherited:
 
 def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> Inherited:
     """What stays of a model; its settings for decoding do unless the recipe has some of its own."""
+    vocabulary, lexicon = before.vocabulary, before.lexicon
     texts: dict[str, list[str]] = defaultdict(list)
-    for utterance in utterances:
+    for utterance in utterances if vocabulary is not None or lexicon is not None else ():
         own = utterance.text if recipe.text_style == "written" else normalise(utterance.text, utterance.language)
         texts[utterance.language].append(own)
-    vocabulary, lexicon = before.vocabulary, before.lexicon
     if vocabulary is not None:
         # A language without a list may be written in any token.
         more = {code: token_list(own) for code, own in texts.items() if code in vocabulary}
         vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
     if lexicon is not None:
-        words = {code: [*lexicon.words(code), *word_list(own, code)] for code, own in texts.items()}
-        words = {code: lexicon.words(code) for code in lexicon.languages} | words
-        lexicon = Lexicon({code: own for code, own in words.items() if own})
+        # A few words of another language would be taken for all that it has.
+        lexicon = Lexicon({c: [*lexicon.words(c), *word_list(texts.get(c, ()), c)] for c in lexicon.languages})
     return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, lexicon)
 
 
 def ears(start: StartingPoint, device: torch.device) -> Listen:
     """What encoder and adapter make of one clip, as the model does it when it is used: in int8 on a CPU if kept so."""
     encoder, adapter = deepcopy(start.encoder).to(device), deepcopy(start.decoder.adapter).to(device).eval()
-    if start.model is not None and start.model.stored_int8 and device.type == "cpu" and quantise.is_fast_here():
+    if _hears_int8(start, device):
         quantise.to_int8(encoder, adapter)
 
     @torch.inference_mode()
@@ -189,9 +191,14 @@ def ears(start: StartingPoint, device: torch.device) -> Listen:
     return listen
 
 
-def heard_by(start: StartingPoint) -> str:
-    """A hash of what decides what is heard."""
-    return fingerprint({**start.encoder.state_dict(), **start.decoder.adapter.state_dict(prefix="adapter.")})
+def heard_by(start: StartingPoint, device: torch.device) -> str:
+    """A name for what decides what is heard."""
+    weights = {**start.encoder.state_dict(), **start.decoder.adapter.state_dict(prefix="adapter.")}
+    return fingerprint(weights) + (":int8" if _hears_int8(start, device) else "")
+
+
+def _hears_int8(start: StartingPoint, device: torch.device) -> bool:
+    return start.model is not None and start.model.stored_int8 and device.type == "cpu" and quantise.is_fast_here()
 
 
 def random_encoder(config: EncoderConfig, seed: int) -> WhisperEncoder:

@@ -188,6 +188,10 @@ def prepare_one(args: TrainArgs, corpus: Corpus, problems: list[str], before: Jo
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if device.type == "cuda" and local > torch.cuda.device_count():
         problems.append(f"{local} processes on a machine with {torch.cuda.device_count()} GPUs: start fewer")
+    if world > 1 and recipe.feeder == "features":
+        problems.append("what the features feeder needs is heard by one process: start it without torchrun")
+    if recipe.learns == "speller" and not args.resume and before is None and args.init_from is None:
+        problems.append("learns 'speller' needs a model to stand on: give --init_from")
     known = _known(args, before)
     filtered, dev, notes = _read_data(args, recipe, corpus, known, problems)
     # A recipe with mistakes is not the one whose steps would be counted.

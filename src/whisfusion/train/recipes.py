@@ -195,7 +195,7 @@ def speller() -> Recipe:
         ctc_weight=1.0,
         epochs=8,
         learning_rate=1e-3,
-        warmup_steps=300,
+        warmup_steps=100,
         floor=0.02,
         weight_decay=0.01,
         ema_decay=0.999,

@@ -67,6 +67,9 @@ class Trainer:
         self.decoder = decoder.to(ranks.device).train()
         if recipe.learns != "all":
             decoder.requires_grad_(False).get_submodule(recipe.learns).requires_grad_(True)
+        if recipe.learns == "speller":
+            # Below it all is as it will be when it is used.
+            decoder.adapter.eval()
         prepare_blocks(self.encoder.blocks, compiled=recipe.compile)
         adapter = [decoder.adapter.blocks, decoder.adapter.nearby] if decoder.config.adapter else []
         for blocks in [decoder.blocks, *adapter]:
