@@ -99,6 +99,8 @@ def measure(model: Transcriber, language: str, sentences: list[str], rng: np.ran
     late_N2 = 1000 * np.array(late).reshape(-1, 2)
     row: dict[str, Any] = {"language": language, "words": count, "recognised": len(late)}
     for name, late_N in zip(("start", "end"), late_N2.T, strict=True):
+        if not late:
+            break
         row[f"{name}_median_ms"] = round(float(np.median(late_N)), 1)
         row[f"{name}_off_median_ms"] = round(float(np.median(np.abs(late_N))), 1)
         row[f"{name}_off_90_ms"] = round(float(np.quantile(np.abs(late_N), 0.9)), 1)
