@@ -129,6 +129,16 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 {rows}
 """
 
+SPELLING = """## What a speller brings
+
+{note} On the dev sets (real speech) and on held-out voices of the synthesisers, {limit} clips of each at most: the
+error of what CTC spells by itself, and of the text with repair. Made by `{command}`.
+
+| set | clips | {header} |
+|---|---|{dashes}
+{rows}
+"""
+
 WORDS = """## Word times
 
 Of the bundled model, on words that SVOX Pico spoke one by one with pauses between them, so that it is known where each
@@ -271,6 +281,30 @@ def cpu() -> str:
         for name, row in result["systems"].items()
     )
     return CPU.format(rows=rows, processor=result["machine"]["processor"], **result)
+
+
+def spelling() -> list[str]:
+    """What models spell and write side by side, where it was measured."""
+    if not (RESULTS / "spelling.json").exists():
+        return []
+    result = read("spelling.json")
+    names = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    rows = []
+    for name, clips in dict.fromkeys((row["set"], row["clips"]) for row in result["rows"]):
+        own = {row["model"]: row for row in result["rows"] if row["set"] == name}
+        cells = [f"{own[model][kind]:.2f} %" for kind in ("ctc", "written") for model in names]
+        rows.append(f"| {name} | {clips} | {' | '.join(cells)} |")
+    header = [f"{what}, {model}" for what in ("CTC", "text") for model in names]
+    return [
+        SPELLING.format(
+            note=result["note"],
+            limit=max(row["clips"] for row in result["rows"]),
+            command=result["command"],
+            header=" | ".join(header),
+            dashes="---|" * len(header),
+            rows="\n".join(rows),
+        )
+    ]
 
 
 def words() -> list[str]:
@@ -512,6 +546,7 @@ def render() -> str:
             HEAD,
             model(),
             *words(),
+            *spelling(),
             cpu(),
             gpu(),
             *peers(),
