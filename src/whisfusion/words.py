@@ -16,8 +16,8 @@ from whisfusion.tokenizer import get_tokenizer
 
 SECONDS = 2 / FRAMES_PER_SECOND
 """Seconds of a frame of CTC: it spells once for each position of the encoder."""
-_BEFORE, _AFTER = 0.03, 0.04
-"""Seconds that a letter sounds before and after the frames in which CTC hears it, where nothing else does."""
+_BEFORE = 0.03
+"""Seconds by which CTC hears the beginning of a word too late."""
 _NEW_WORD = r"(?=\s[^\w\s]*\w)"
 # Latin words and numbers stay whole.
 _NEW_CHARACTER = r"(?<![A-Za-z0-9])(?=\w)|(?<=[A-Za-z0-9])(?=[^\WA-Za-z0-9_])"
@@ -55,7 +55,7 @@ def time_words(tokens: Sequence[int], bytes_TV: Tensor, language: str) -> tuple[
             first, last = path[letters[0]][0], path[letters[-1]][1]
             sure = [logp_TV[slice(*path[place]), target[place]].max() for place in letters] if heard else [-np.inf]
             words.append((text, first * SECONDS, last * SECONDS, float(np.exp(np.mean(sure)))))
-    return tuple(_rounded_out(words, len(logp_TV) * SECONDS))
+    return tuple(_begun_earlier(words))
 
 
 def best_path(logp_TV: np.ndarray, target: Sequence[int]) -> list[tuple[int, int]] | None:
@@ -103,12 +103,10 @@ def _pieces(text: bytes, language: str) -> Iterator[bytes]:
             yield part.encode(errors="surrogateescape")
 
 
-def _rounded_out(words: Sequence[tuple[str, float, float, float]], duration: float) -> Iterator[Word]:
-    """Words with the time that letters sound around where CTC hears them; between two that are near it is shared."""
-    for number, (text, start, end, probability) in enumerate(words):
-        before = words[number - 1][2] if number else 0.0
-        after = words[number + 1][1] if number + 1 < len(words) else duration
-        share = _BEFORE / (_BEFORE + _AFTER)
-        first = start - min(_BEFORE, share * (start - before))
-        last = end + min(_AFTER, (1 - share) * (after - end))
-        yield Word(text, round(first, 3), round(last, 3), round(probability, 3))
+def _begun_earlier(words: Sequence[tuple[str, float, float, float]]) -> Iterator[Word]:
+    """Words from where they begin, but not before the end of the last one."""
+    before = 0.0
+    for text, start, end, probability in words:
+        first = max(min(before, start), start - _BEFORE)
+        yield Word(text, round(first, 3), round(end, 3), round(probability, 3))
+        before = end
