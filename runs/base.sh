@@ -61,13 +61,9 @@ train stages stages/3-base_stage2/model base_hearing --steps "$hearing" \
     --then "base_stage1 --steps $stage1" --then "base_stage2 --steps $stage2"
 train stage2_uniform stage2_uniform/model base_stage2_uniform --init_from stages/2-base_stage1/model --steps "$stage2"
 
-if [ ! -e spelled/model ]; then
-    whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
-fi
-# What repair reads is taught last, by itself: everything below it stays as it is.
-train spelled spelled/model speller --init_from stages/3-base_stage2/model
 if [ ! -e base ]; then
-    whisfusion export spelled/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
+    whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
 for run in stages/2-base_stage1/model stage2_uniform/model base; do
     name=$(basename "${run%/model}")
