@@ -50,7 +50,7 @@ _APART = 3
 """Tokens between edits that are made at once."""
 _LONGEST = 3
 """Tokens that a character may have beside one of its own."""
-_ROUNDS = 2
+_ROUNDS = 4
 _SURE = -1.0
 """Words that the decoder finds likelier are not looked up."""
 _UNTHOUGHT_WORD = -4.0
