@@ -13,7 +13,7 @@ import whisfusion
 from whisfusion import checkpoint, hub, loading, quantise
 from whisfusion.blocks import KeysValues, whisper_block
 from whisfusion.data.manifest import load_samples, read_manifest
-from whisfusion.errors import OptionError
+from whisfusion.errors import ModelError, OptionError
 from whisfusion.mel import log_mel
 from whisfusion.normalise import edit_distance, units
 from whisfusion.quantise import Int8Block, Int8Linear, Rows, dequantise, quantise_rows, to_int8
@@ -99,6 +99,22 @@ def test_what_was_stored_as_int8_is_multiplied_by_the_numbers_that_were_stored()
     assert torch.allclose(scale_N1[:, 0], stored["w:scale"], rtol=1e-6)
     assert quantise.is_quantised(stored)
     assert not quantise.is_quantised({"w": matrix})
+
+
+def test_a_matrix_with_a_few_large_numbers_is_kept_deflated():
+    torch.manual_seed(0)
+    matrix = torch.randn(40, 600)
+    matrix[:, 7] = 30.0
+    state = {"w": matrix, "conv": matrix.view(40, 200, 3), "other": torch.randn(40, 600)}
+    stored = quantise.quantise(state, torch.float32)
+    assert sorted(stored) == sorted(
+        f"{n}" for n in ("w:deflated", "w:scale", "conv:int8", "conv:scale", "other:int8", "other:scale")
+    )
+    assert stored["w:deflated"].nbytes < 0.8 * matrix.numel()
+    again = dequantise(stored)
+    assert torch.equal(again["w"], again["conv"].view(40, 600))
+    with pytest.raises(ModelError, match="weights of w cannot be read"):
+        dequantise(stored | {"w:deflated": stored["w:deflated"][:-9]})
 
 
 @pytest.mark.parametrize("cross", [False, True])

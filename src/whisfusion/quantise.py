@@ -8,6 +8,7 @@ Letters: G sequences, L their length, R rows, B utterances, T audio positions, D
 C width of a head.
 """
 
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from whisfusion.blocks import Attention, Block, FeedForward, KeysValues
 from whisfusion.errors import ModelError
 
-_INT8, _SCALE = ":int8", ":scale"
+_INT8, _DEFLATED, _SCALE = ":int8", ":deflated", ":scale"
+_WORTH = 0.8
+"""A matrix is kept deflated where that makes it at least so much smaller: reading it takes longer."""
 _TOP = 127
 _LEAST = 1e-30
 """A row of zeros is not divided by zero."""
@@ -38,7 +41,10 @@ def _scale(x_ND: Tensor, top: int = _TOP) -> Tensor:
 
 
 def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`."""
+    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`.
+
+    Where rows have a few large numbers the others are small, and deflating makes the matrix smaller.
+    """
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
         value = value.detach().cpu()
@@ -46,7 +52,11 @@ def quantise(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
             stored[name] = value.to(dtype) if value.is_floating_point() else value
             continue
         whole, scale = quantise_rows(value.float().flatten(1))
-        stored[name + _INT8] = whole.view_as(value)
+        deflated = zlib.compress(whole.numpy().tobytes()) if value.dim() == 2 else None
+        if deflated is not None and len(deflated) < _WORTH * value.numel():
+            stored[name + _DEFLATED] = torch.frombuffer(bytearray(deflated), dtype=torch.uint8)
+        else:
+            stored[name + _INT8] = whole.view_as(value)
         stored[name + _SCALE] = scale.squeeze(1)
     return stored
 
@@ -55,11 +65,13 @@ def dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state that `quantise` was given, as near as int8 comes to it; other tensors as they are."""
     state: dict[str, Tensor] = {}
     for name, value in stored.items():
-        if name.endswith(_INT8):
-            whole = name.removesuffix(_INT8)
+        if name.endswith((_INT8, _DEFLATED)):
+            whole, _, form = name.rpartition(":")
             scale = stored.get(whole + _SCALE)
             if scale is None:
                 raise ModelError(f"the weights of {whole} have no scale: pull the model again")
+            if f":{form}" == _DEFLATED:
+                value = _inflated(value, len(scale), whole)
             state[whole] = (value.float().flatten(1) * scale[:, None]).view_as(value)
         elif not name.endswith(_SCALE):
             state[name] = value
@@ -68,7 +80,15 @@ def dequantise(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def is_quantised(stored: Mapping[str, Tensor]) -> bool:
     """Whether `stored` is what `quantise` makes."""
-    return any(name.endswith(_INT8) for name in stored)
+    return any(name.endswith(_SCALE) for name in stored)
+
+
+def _inflated(deflated: Tensor, rows: int, name: str) -> Tensor:
+    try:
+        octets = bytearray(zlib.decompress(deflated.numpy().tobytes()))
+        return torch.frombuffer(octets, dtype=torch.int8).view(rows, -1)
+    except (zlib.error, RuntimeError) as error:
+        raise ModelError(f"the weights of {name} cannot be read ({error}): pull the model again") from None
 
 
 def is_fast_here() -> bool:
