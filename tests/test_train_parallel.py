@@ -45,7 +45,9 @@ def train_then_tell(self, batches):
 Trainer.step = train_then_tell
 
 args = small_args(pathlib.Path(os.environ["RUN"]), **RANDOM)
-print("finished", main(dataclasses.replace(args, dev=(str(CLIPS),))))
+finished = main(dataclasses.replace(args, dev=(str(CLIPS),)))
+# In one piece: two processes write to the same place.
+print("finished " + str(finished) + "\\n", end="", flush=True)
 """
 
 
