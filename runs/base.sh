@@ -63,6 +63,7 @@ train stage2_uniform stage2_uniform/model base_stage2_uniform --init_from stages
 
 if [ ! -e base ]; then
     whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion detector stages/3-base_stage2/model --data "$speech"/train/*.jsonl synthetic/*/*.jsonl --hidden 128 --clips 24000 --passes 10
     whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
 for run in stages/2-base_stage1/model stage2_uniform/model base; do

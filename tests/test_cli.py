@@ -14,9 +14,13 @@ import av
 import numpy as np
 import pytest
 import soundfile
+import torch
 from conftest import RATE, hum
+from torch import Tensor
 
 import whisfusion
+from whisfusion import checkpoint
+from whisfusion.averaging import averaged
 from whisfusion.cli import build_parser, main
 from whisfusion.cli.decoding import decoding_arguments
 from whisfusion.cli.train import RECIPE_NAMES
@@ -474,6 +478,36 @@ def test_export_hands_on_a_model_that_needs_nothing_else(call, tiny_model: Path,
     assert re.search(r"experimental languages +ja, de\n", told)
     assert not re.search(r"^languages.*ja", told, re.MULTILINE)
     assert call("export", tiny_model, "--out", out, "--experimental", "xx").status == 2
+
+
+def test_export_averages_two_runs(call, tiny_model: Path, tmp_path: Path):
+    def decoder_of(folder: Path) -> dict[str, Tensor]:
+        return checkpoint.load(folder, dtype=torch.float32).decoder.state_dict()
+
+    model = checkpoint.load(tiny_model, dtype=torch.float32)
+    own = decoder_of(tiny_model)
+    torch.manual_seed(0)
+    noisy = {name: value + 0.01 * torch.randn_like(value) for name, value in own.items()}
+    other, out = tmp_path / "other", tmp_path / "mean"
+    checkpoint.save(other, model.config, noisy, encoder=model.encoder.state_dict(), dtype=torch.float32)
+    answer = call("export", tiny_model, "--out", out, "--encoder", "--average", other, "--share", "0.25")
+    assert answer.status == 0, answer.err
+    for name, value in decoder_of(out).items():
+        torch.testing.assert_close(value, 0.75 * own[name] + 0.25 * noisy[name], atol=1e-3, rtol=1e-2)
+    assert "share_of_another_run" in call("info", out).out
+    answer = call("export", tiny_model, "--out", out, "--average", other, "--share", "2")
+    assert answer.status == 2
+    assert "between 0 and 1, not 2" in answer.err
+
+
+def test_weights_of_another_model_are_not_averaged():
+    state = {"a": torch.ones(2), "b": torch.ones(3)}
+    assert averaged(state, {"a": torch.zeros(2)}, 0.5)["a"].tolist() == [0.5, 0.5]
+    assert averaged(state, {"a": torch.zeros(2)}, 0.5)["b"] is state["b"]
+    with pytest.raises(OptionError, match=r"b has shape \(4,\) in the other model, not \(3,\)"):
+        averaged(state, {"b": torch.ones(4)}, 0.5)
+    with pytest.raises(OptionError, match="no weight in common"):
+        averaged(state, {}, 0.5)
 
 
 def test_data_commands(call, make_manifest, tmp_path: Path):

@@ -1,4 +1,3 @@
-import functools
 import itertools
 
 import pytest
@@ -7,10 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whisfusion.ctc import BLANK, CLASSES, byte_targets, log_likelihoods
-from whisfusion.lexicon import Lexicon
+from whisfusion.lexicon import WordList
 from whisfusion.pdd import Candidate, Thoughts
-from whisfusion.repair import Edit, Text, repair
+from whisfusion.repair import repair
+from whisfusion.spelling import Edit, Text
 from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
+from whisfusion.trigrams import Trigrams
 
 TOKENS = get_tokenizer().encode("the cat sat on the mat")
 THE, CAT, SAT, ON, _, MAT = TOKENS
@@ -117,19 +118,37 @@ def test_words_that_nobody_thought_of_come_from_the_lexicon():
     chosen = candidate(*get_tokenizer().encode("the cat will force him"), logprob=-2.0)
     thought = thoughts(*((token,) for token in chosen.tokens))
     heard = logits_of(" the cat will forsake him")
-    lexicon = Lexicon({"en": ["forsake", "forsaken", "force", "cat", "bat"]})
-    tokens = repair(chosen, [chosen], thought, heard, functools.partial(lexicon.similar, "en"))
+    words = WordList(["the", "will", "him", "forsake", "forsaken", "force", "cat", "bat"])
+    tokens = repair(chosen, [chosen], thought, heard, words=words)
     assert get_tokenizer().decode(tokens) == said
-    assert repair(chosen, [chosen], thought, heard, lambda word: ()) == chosen.tokens
+    assert repair(chosen, [chosen], thought, heard, words=WordList([])) == chosen.tokens
     # A word that the decoder was sure of is not looked up.
     sure = candidate(*chosen.tokens, logprob=-0.1)
-    assert repair(sure, [sure], thoughts(), heard, functools.partial(lexicon.similar, "en")) == sure.tokens
+    assert repair(sure, [sure], thoughts(), heard, words=words) == sure.tokens
+
+
+UNCLEAR = (logits_of(" the cat sat") + logits_of(" the dog sat")) / 2
+
+
+def written_of_two(**known) -> str:
+    chosen, thought = candidate(THE, DOG, SAT, logprob=-2.0), thoughts((THE,), (DOG, CAT), (SAT,))
+    return get_tokenizer().decode(repair(chosen, [chosen], thought, UNCLEAR, **known))
+
+
+def test_of_two_words_that_sound_alike_the_usual_one_is_written():
+    assert written_of_two(trigrams=Trigrams.count([[THE, DOG, SAT]] * 9)) == "the dog sat"
+    assert written_of_two(trigrams=Trigrams.count([[THE, CAT, SAT]] * 9)) == "the cat sat"
+
+
+def test_of_two_that_sound_alike_the_one_that_is_a_word_is_written():
+    assert written_of_two(words=WordList(["the", "dog", "sat"])) == "the dog sat"
+    assert written_of_two(words=WordList(["the", "cat", "sat"])) == "the cat sat"
 
 
 def test_a_word_keeps_its_capital_and_the_marks_after_it():
     chosen = candidate(*get_tokenizer().encode("Pocket, she said."), logprob=-2.0)
     thought = thoughts(*((token,) for token in chosen.tokens))
-    tokens = repair(chosen, [chosen], thought, logits_of(" Socket, she said."), lambda word: ("socket",))
+    tokens = repair(chosen, [chosen], thought, logits_of(" Socket, she said."), words=WordList(["socket"]))
     assert get_tokenizer().decode(tokens) == "Socket, she said."
 
 

@@ -13,11 +13,13 @@ from small_run import CLIPS
 from whisfusion import checkpoint
 from whisfusion.data.feature_bank import build_feature_bank
 from whisfusion.data.manifest import load_samples, read_manifest
+from whisfusion.detector import DetectorConfig, LanguageDetector
 from whisfusion.errors import OptionError
 from whisfusion.lexicon import Lexicon
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.train import RECIPES, TrainArgs, main
 from whisfusion.train.model import adopt, ears, heard_by, starting_point
+from whisfusion.trigrams import Grammar, Trigrams
 from whisfusion.vocabulary import Vocabulary
 
 SETTINGS = {
@@ -41,8 +43,10 @@ def base(tiny_clip_model, tmp_path_factory) -> Path:
     state, heard = model.decoder.state_dict(), model.encoder.state_dict()
     checkpoint.save(folder, config, state, encoder=heard, generation=model.generation, int8=True)
     tokens = {code: torch.tensor(sorted({*get_tokenizer().encode("one two three"), 50257})) for code in ("en", "de")}
-    checkpoint.add_vocabulary(folder, Vocabulary(tokens))
-    checkpoint.add_lexicon(folder, Lexicon({"en": ["one", "two"]}))
+    checkpoint.add(folder, vocabulary=Vocabulary(tokens))
+    checkpoint.add(folder, lexicon=Lexicon({"en": ["one", "two"]}))
+    checkpoint.add(folder, grammar=Grammar.of({"en": Trigrams.count([[1, 2]]), "de": Trigrams.count([[3, 4]])}))
+    checkpoint.add(folder, detector=LanguageDetector(DetectorConfig(1, 8, 64, 1)).requires_grad_(False))
     return folder
 
 
@@ -85,7 +89,15 @@ def test_it_alone_learns_and_the_rest_stays_to_the_last_bit(base, run):
     assert {*before.vocabulary["en"].tolist()} < {*after.vocabulary["en"].tolist()}
     assert torch.equal(before.vocabulary["de"], after.vocabulary["de"])
     assert after.lexicon is not None
-    assert {"one", "two"} < {*after.lexicon.words("en")}
+    assert {"one", "two"} < {*after.lexicon["en"]}
+    assert before.grammar is not None
+    assert after.grammar is not None
+    assert len(after.grammar["en"].triples_T) > len(before.grammar["en"].triples_T)
+    assert torch.equal(before.grammar.pack()["de"], after.grammar.pack()["de"])
+    # The encoder that it listens to is the same.
+    assert before.detector is not None
+    assert after.detector is not None
+    assert all(torch.equal(value, after.detector.state_dict()[n]) for n, value in before.detector.state_dict().items())
 
 
 def test_the_loss_falls(run):

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
+from whisfusion.detector import DetectorConfig, LanguageDetector
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
 from whisfusion.lexicon import Lexicon
 from whisfusion.pdd import PDDOptions
 from whisfusion.quantise import dequantise, is_quantised, quantise
 from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
+from whisfusion.trigrams import Grammar
 from whisfusion.vocabulary import Vocabulary
 
 FORMAT = 1
@@ -35,6 +37,8 @@ _TOKENS = "tokens"
 """The name under which the rows that are stored are listed, where that is not all of them."""
 _VOCABULARY = "vocabulary.safetensors"
 _LEXICON = "lexicon.safetensors"
+_TRIGRAMS = "trigrams.safetensors"
+_DETECTOR = "detector.safetensors"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class ModelConfig:
     """Those of them that are too often misheard, or were never measured."""
     detects_language: bool = False
     """Whether it was trained with masked language tokens."""
+    detector: DetectorConfig | None = None
+    """Shape of what tells the language instead, where the folder has it."""
     training: dict[str, Any] = field(default_factory=dict)
     """Facts about the training: recipe, steps, data."""
 
@@ -73,7 +79,14 @@ class ModelConfig:
             problems.append(f"window must be 'padded' or 'clip', not {self.window!r}")
         if self.text_style not in ("normalised", "written"):
             problems.append(f"text_style must be 'normalised' or 'written', not {self.text_style!r}")
+        if self.detector is not None and self.detector.width != self.encoder.width:
+            problems.append(f"detector width {self.detector.width} is not the encoder's width {self.encoder.width}")
         OptionError.collect(problems)
+
+    @property
+    def tells_language(self) -> bool:
+        """Whether the language of speech can be found out."""
+        return self.detects_language or self.detector is not None
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,10 @@ class Model:
     """Whether its matrices were kept as int8; they are floats here."""
     lexicon: Lexicon | None = None
     """Words of each language, for repair."""
+    grammar: Grammar | None = None
+    """How tokens follow each other in each language, for repair."""
+    detector: LanguageDetector | None = None
+    """Tells the language; where there is none, the decoder may."""
 
 
 def save(
@@ -109,12 +126,11 @@ def save(
     Floats are stored as `dtype`, in files of at most `file_bytes` where no single tensor is larger; with `int8`,
     matrices as whole numbers and one scale per row. Without `encoder` the folder names the Whisper to take it from.
     Of `tokens` alone, where they are given, embeddings are stored: for a model whose vocabulary has no others.
+    What else belongs to a model comes with `add`.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stem in ("model*", "encoder*", "vocabulary", "lexicon"):
+    for stem in ("model*", "encoder*", "vocabulary", "lexicon", "trigrams", "detector"):
         for stale in folder.glob(f"{stem}.safetensors"):
             stale.unlink()
     files: dict[str, str] = {}
@@ -128,36 +144,54 @@ def save(
         parts = list(_parts(quantise(state, dtype) if int8 else stored, file_bytes))
         for number, part in enumerate(parts, 1):
             name = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
-            save_file(part, folder / name)
-            files[name] = sha256_of(folder / name)
+            files[name] = _write_tensors(folder / name, part)
     # The config goes last: a folder without one is not a model, so that a write cut short is not taken for one.
     _write_json(folder / "generation_config.json", dataclasses.asdict(generation or PDDOptions()))
-    _write_json(folder / "config.json", {"format": FORMAT, **dataclasses.asdict(config), "files": files})
+    _write_json(folder / "config.json", _described(dataclasses.replace(config, detector=None), files))
     return folder
 
 
-def add_vocabulary(folder: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
-    """Limit a model folder to the tokens of `vocabulary`, in place of what it was limited to.
+def add(
+    folder: str | os.PathLike[str],
+    *,
+    vocabulary: Vocabulary | None = None,
+    lexicon: Lexicon | None = None,
+    grammar: Grammar | None = None,
+    detector: LanguageDetector | None = None,
+) -> None:
+    """Put more into a model folder, in place of what it had of the same kind; a detector as int8.
 
     Raises ModelError where it is no model folder, OptionError where the model does not know one of the languages.
     """
-    _add(Path(folder), _VOCABULARY, vocabulary.pack())
+    folder = Path(folder)
+    config, files = read_config(folder)
+    by_language = {_VOCABULARY: vocabulary, _LEXICON: lexicon, _TRIGRAMS: grammar}
+    parts = {name: part.pack() for name, part in by_language.items() if part is not None}
+    foreign = sorted({code for part in parts.values() for code in part} - set(config.languages))
+    OptionError.collect([f"the model does not know {code!r}, only {', '.join(config.languages)}" for code in foreign])
+    if detector is not None:
+        config = dataclasses.replace(config, detector=detector.config)
+        parts[_DETECTOR] = quantise(detector.state_dict(), torch.float32)
+    for name, part in parts.items():
+        files[name] = _write_tensors(folder / name, part)
+    _write_json(folder / "config.json", _described(config, files))
 
 
-def add_lexicon(folder: str | os.PathLike[str], lexicon: Lexicon) -> None:
-    """Put words into a model folder, in place of those that it had; raises as `add_vocabulary` does."""
-    _add(Path(folder), _LEXICON, lexicon.pack())
-
-
-def _add(folder: Path, name: str, by_language: dict[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write a file of weights; returns its sha256."""
     from safetensors.torch import save_file
 
-    config, files = read_config(folder)
-    foreign = sorted(set(by_language) - set(config.languages))
-    OptionError.collect([f"the model does not know {code!r}, only {', '.join(config.languages)}" for code in foreign])
-    save_file(by_language, folder / name)
-    files |= {name: sha256_of(folder / name)}
-    _write_json(folder / "config.json", {"format": FORMAT, **dataclasses.asdict(config), "files": files})
+    save_file(tensors, path)
+    # safetensors lets nobody but the owner read it.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    return sha256_of(path)
+
+
+def _described(config: ModelConfig, files: Mapping[str, str]) -> dict[str, Any]:
+    described = {"format": FORMAT, **dataclasses.asdict(config), "files": dict(files)}
+    if config.detector is None:
+        del described["detector"]
+    return described
 
 
 def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype) -> Model:
@@ -186,7 +220,15 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
     vocabulary = Vocabulary.unpack(packed) if packed else None
     words = _tensors(folder, "lexicon", files)
     lexicon = Lexicon.unpack(words) if words else None
-    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored), lexicon)
+    trigrams = _tensors(folder, "trigrams", files)
+    grammar = Grammar(trigrams) if trigrams else None
+    detector = None
+    if config.detector is not None:
+        with torch.device("meta"):
+            detector = LanguageDetector(config.detector)
+        _fill(detector, dequantise(_tensors(folder, "detector", files)), folder, device, dtype)
+        detector.requires_grad_(False).eval()
+    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored), lexicon, grammar, detector)
 
 
 def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, str]]:
@@ -329,7 +371,7 @@ def _parse(kind: type[_Options], raw: Mapping[str, Any], path: Path) -> _Options
     unknown = sorted(set(raw) - set(known))
     if unknown:
         raise ModelError(f"{path} has settings that this version of whisfusion does not know: {', '.join(unknown)}")
-    nested = {"decoder": DecoderConfig, "encoder": EncoderConfig, "canvas": Canvas}
+    nested = {"decoder": DecoderConfig, "encoder": EncoderConfig, "canvas": Canvas, "detector": DetectorConfig}
     values = {
         name: _parse(nested[name], value, path)
         if name in nested

@@ -6,7 +6,7 @@ captured once, on first use, and from then on is three launches: spectrogram, en
 the host prepares while the encoder runs. Elsewhere the same code runs directly, for tests.
 
 Letters: B windows, K candidates, N steps, L canvas positions, M mel bins, F frames, T audio positions, D width,
-R = B * K * L rows, V vocabulary, X lists of tokens, P prompt.
+R = B * K * L rows, V vocabulary, X languages or lists of tokens, P prompt.
 """
 
 import logging
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from whisfusion import attention
 from whisfusion.attention import Attend
 from whisfusion.checkpoint import Model
+from whisfusion.detector import places
 from whisfusion.encoder import audio_mask
 from whisfusion.fused import FusedEncoder, FusedStack
 from whisfusion.graphs import Clock, Graphs, Packing, Work, host_tensor, to_host
@@ -114,6 +115,7 @@ class GraphEngine:
         self._language_ids_X = torch.tensor(
             [tokenizer.language_id(code) for code in model.config.languages], device=self._device
         )
+        self._places_X = torch.tensor(places(model.config.languages), device=self._device)
         self._scorer: Scorer | None = None
         self._graphs = Graphs(self._device) if capture else None
         self._lock = threading.Lock()
@@ -319,7 +321,11 @@ class GraphEngine:
 
         prompts_BP = inputs["prompts"]
         if plan.detect:
-            prompts_BP = self._detect(states, prompts_BP, inputs["unknown"], plan.positions)
+            if self.model.detector is None:
+                logits_BX = self._asked(states, prompts_BP, plan.positions)
+            else:
+                logits_BX = self.model.detector(audio_BTD, heard_BT)[:, self._places_X]
+            prompts_BP = self._told(prompts_BP, inputs["unknown"], logits_BX)
         tokens_B1L, writable_B1L = empty_canvas(prompts_BP, canvas_B, plan.positions)
         write = Writer(
             states, self._head, prompts_BP, plan.pdd.temperature, choices=CHOICES * plan.thoughts, mark=self.mark
@@ -341,13 +347,16 @@ class GraphEngine:
             self.mark("rerank")
         return result
 
-    def _detect(self, states: States, prompts_BP: Tensor, unknown_B: Tensor, positions: int) -> Tensor:
-        """One look at an empty canvas whose language is masked too, for those whose language is unknown."""
+    def _asked(self, states: States, prompts_BP: Tensor, positions: int) -> Tensor:
+        """Logits (B, X) of the model's languages: one look at an empty canvas whose language is masked too."""
         tokens_B1L = torch.full((len(prompts_BP), 1, positions), MASK, device=prompts_BP.device)
         tokens_B1L[:, 0, :PROMPT_LENGTH] = prompts_BP
         tokens_B1L[:, 0, LANGUAGE_POSITION] = MASK
         states_BD = states(tokens_B1L)[:, LANGUAGE_POSITION]
-        logits_BX = F.linear(states_BD, self.model.decoder.output_weight[self._language_ids_X])
+        return F.linear(states_BD, self.model.decoder.output_weight[self._language_ids_X])
+
+    def _told(self, prompts_BP: Tensor, unknown_B: Tensor, logits_BX: Tensor) -> Tensor:
+        """Prompts with the likeliest language, where it is unknown."""
         found_B = self._language_ids_X[logits_BX.argmax(1)]
         prompts_BP = prompts_BP.clone()
         prompts_BP[:, LANGUAGE_POSITION] = torch.where(unknown_B, found_B, prompts_BP[:, LANGUAGE_POSITION])

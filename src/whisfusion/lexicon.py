@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from string import ascii_uppercase
 
 import numpy as np
@@ -28,53 +28,69 @@ _LETTERS_WRONG = 3
 _BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 
 
-class Lexicon:
-    """Words in lower case, by language code."""
+class WordList:
+    """The words of one language, in lower case."""
 
-    def __init__(self, words: Mapping[str, Iterable[str]]) -> None:
-        self._by_length: dict[str, dict[int, list[str]]] = {}
-        for language, own in words.items():
-            lengths = self._by_length.setdefault(language, {})
-            for word in sorted(set(own)):
-                lengths.setdefault(len(word), []).append(word)
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = frozenset(words)
+        self._by_length: dict[int, list[str]] = {}
+        for word in sorted(self._words):
+            self._by_length.setdefault(len(word), []).append(word)
         # Of each instance its own: a method's cache would keep instances alive.
         self._around = functools.cache(self._of_length_near)
         self.similar = functools.lru_cache(maxsize=1 << 16)(self._similar)
-        """`similar(language, heard)`: the words that are spelled most like what was heard, the most similar first."""
+        """`similar(heard)`: the words that are spelled most like what was heard, the most similar first."""
+        self.unknown = functools.lru_cache(maxsize=1 << 16)(self._unknown)
+        """`unknown(text)`: how many words of a text are none of these. A letter by itself is not counted."""
 
-    def words(self, language: str) -> list[str]:
-        """All of a language; none where it has no list."""
-        return [word for words in self._by_length.get(language, {}).values() for word in words]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._words)
 
-    @property
-    def languages(self) -> tuple[str, ...]:
-        """Those that have a list."""
-        return tuple(self._by_length)
+    def __len__(self) -> int:
+        return len(self._words)
 
-    def _similar(self, language: str, heard: str) -> tuple[str, ...]:
+    def _unknown(self, text: str) -> int:
+        return sum(len(word) > 1 and word not in self._words for word in WORD.findall(text.lower()))
+
+    def _similar(self, heard: str) -> tuple[str, ...]:
         try:
             from rapidfuzz import process
             from rapidfuzz.distance import Levenshtein
         except ImportError:  # a machine with a bare Python: repair does without words
             return ()
         most = max(1, len(heard) // _LETTERS_WRONG)
-        words, letters_N = self._around(language, len(heard))
+        words, letters_N = self._around(len(heard))
         # An edit takes one letter away and brings one at most: the others need no closer look.
         places = np.flatnonzero(_bits(letters_N ^ _letters(heard)) <= 2 * most).tolist()
         possible = [words[place] for place in places]
         found = process.extract(heard, possible, scorer=Levenshtein.distance, limit=_MOST, score_cutoff=most)
         return tuple(possible[place] for _, _, place in found)
 
-    def _of_length_near(self, language: str, length: int) -> tuple[list[str], np.ndarray]:
+    def _of_length_near(self, length: int) -> tuple[list[str], np.ndarray]:
         """The words that may be meant by something of this length, and which letters each has."""
-        lengths = self._by_length.get(language, {})
         around = range(max(2, length - _LONGER), length + _LONGER + 1)
-        words = [word for near in around for word in lengths.get(near, ())]
+        words = [word for near in around for word in self._by_length.get(near, ())]
         return words, np.array([_letters(word) for word in words], dtype=np.uint32)
+
+
+class Lexicon(Mapping[str, WordList]):
+    """Words by language code."""
+
+    def __init__(self, words: Mapping[str, Iterable[str]]) -> None:
+        self._lists = {language: WordList(own) for language, own in words.items()}
+
+    def __getitem__(self, language: str) -> WordList:
+        return self._lists[language]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lists)
+
+    def __len__(self) -> int:
+        return len(self._lists)
 
     def pack(self) -> dict[str, Tensor]:
         """Sorted words, compressed: some 130 KB for 75,000."""
-        packed = {language: bz2.compress(_shortened(sorted(self.words(language)))) for language in self._by_length}
+        packed = {language: bz2.compress(_shortened(sorted(words))) for language, words in self.items()}
         return {name: torch.from_numpy(np.frombuffer(octets, dtype=np.uint8).copy()) for name, octets in packed.items()}
 
     @classmethod

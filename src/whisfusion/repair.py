@@ -3,35 +3,41 @@
 A canvas is written side by side, and neighbours may be one place apart: then a piece of a word is there twice, or not
 at all. The adapter's CTC reads the audio from its start to its end and makes no such mistakes, but it spells by ear.
 So edits are made of what the decoder had in mind for a place and its neighbours, and one is made where it gains more
-with both than a threshold. How likely CTC finds an edited text follows from its forward and backward sums over the text
-as it is, and a short walk through the bytes that are new. Then words that the decoder was not sure of are compared with
-those of a lexicon. All of it is for one utterance, on the host.
+with both than a threshold. Then words that the decoder was not sure of are compared with those of the language. In
+both, what the language has weighs in: its words, and how its tokens follow each other. All of it is for one utterance,
+on the host.
 
-Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank), M choices.
+Letters: T frames, V classes of CTC, L places, M choices.
 """
 
+import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from whisfusion.ctc import BLANK, bytes_to_text
-from whisfusion.lexicon import WORD
+from whisfusion.lexicon import WORD, WordList
 from whisfusion.pdd import Candidate, Thoughts
+from whisfusion.spelling import Edit, Text
 from whisfusion.tokenizer import ENDOFTEXT, get_tokenizer
+from whisfusion.trigrams import Trigrams
 
 CHOICES = 8
 """How many tokens of each place are kept of what the decoder had in mind."""
 
 # All of these were chosen on dev sets.
-_SPELLING = 0.5
+_SPELLING = 0.8
 """What a nat of CTC's weighs against one of the decoder's."""
+_GRAMMAR = 0.4
+"""What one of the trigrams' does."""
+_UNKNOWN = 4.0
+"""Nats that a word is worth that the language has, and another that it has not."""
+_LIKELY = -6.0
+"""Edits that cost more with all but CTC are not looked at."""
 _LEAST_GAIN = 1.0
 """Nats that an edit must gain."""
 _COST = 1.0
@@ -51,30 +57,14 @@ _APART = 3
 _LONGEST = 3
 """Tokens that a character may have beside one of its own."""
 _ROUNDS = 4
-_SURE = -1.0
+_SURE = -0.5
 """Words that the decoder finds likelier are not looked up."""
 _UNTHOUGHT_WORD = -4.0
 """Log-probability of a word of the lexicon that sounds like what was heard."""
-_SURPRISE = -6.0
+_SURPRISE = -5.0
 """The least log-probability of a word that another may replace."""
-_EARLIER = 2
-"""Frames before a word's first letter that may belong to it."""
-_MARGIN = 20
-"""Frames, before and after where the text that is edited was heard, in which what is new may be heard."""
 _BROKEN = 2.0
 """Nats that a character is worth of which a part is missing, if it is made whole."""
-_EDITS_AT_ONCE = 1024
-
-
-class Edit(NamedTuple):
-    """Tokens `first` to `end` of a text become `tokens`, which stand at the places `places`."""
-
-    first: int
-    end: int
-    tokens: tuple[int, ...]
-    places: tuple[int, ...]
-    gain: float
-    """What the decoder gains, less what the edit costs."""
 
 
 def repair(
@@ -82,23 +72,30 @@ def repair(
     candidates: Sequence[Candidate],
     thoughts: Thoughts,
     bytes_TV: Tensor,
-    similar: Callable[[str], Iterable[str]] | None = None,
+    *,
+    words: WordList | None = None,
+    trigrams: Trigrams | None = None,
 ) -> tuple[int, ...]:
     """The tokens of the chosen candidate after all edits that are worth it.
 
-    thoughts: of the empty canvas, without its prompt. bytes_TV: CTC logits of the utterance. similar: words of the
-    language that are spelled like another, of which CTC may have heard one that the decoder did not think of.
+    thoughts: of the empty canvas, without its prompt. bytes_TV: CTC logits of the utterance. words: those of the
+    language, of which CTC may have heard one that the decoder did not think of. trigrams: how tokens follow each other
+    in it.
     """
     minds = _Minds(chosen, candidates, thoughts)
     draft = _Draft(list(chosen.tokens), list(range(len(chosen.tokens))))
     logp_TV = bytes_TV.detach().cpu().double().log_softmax(-1)
     text = Text.of(logp_TV, draft.tokens)
-    for propose in (_propose, lambda *known: _reword(*known, similar) if similar else ()):
+    for propose in (_propose, lambda *known: _reword(*known, words) if words else ()):
         anew: Sequence[int] = range(len(draft.tokens) + 1)
         for _ in range(_ROUNDS):
             if text is None:
                 break
             edits = _preferring_whole(draft.tokens, propose(draft, anew, minds, text))
+            if words:
+                edits = _preferring_known(draft.tokens, edits, words)
+            if trigrams is not None:
+                edits = _preferring_likely(draft.tokens, edits, trigrams)
             gains = [edit.gain + _SPELLING * gain for edit, gain in zip(edits, text.gains(edits), strict=True)]
             made = _apart([(gain, edit) for gain, edit in zip(gains, edits, strict=True) if gain > _LEAST_GAIN])
             if not made:
@@ -176,7 +173,7 @@ def _at(tables: Sequence[Mapping[int, float]], token: int, place: int) -> float:
     return max(best, _UNTHOUGHT)
 
 
-def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: "Text") -> Iterator[Edit]:
+def _propose(draft: _Draft, where: Iterable[int], minds: _Minds, _: Text) -> Iterator[Edit]:
     """At each of the tokens `where`: one less, another, one more before it, and one instead of it and the next.
 
     The number of tokens is the place after the last. What costs the decoder too much is left out.
@@ -249,6 +246,29 @@ def _preferring_whole(tokens: Sequence[int], edits: Iterable[Edit]) -> list[Edit
     return found
 
 
+def _preferring_known(tokens: Sequence[int], edits: Iterable[Edit], words: WordList) -> list[Edit]:
+    """The edits, of which those gain that make words of what is none, and those lose that do the opposite."""
+    spelled = get_tokenizer().token_bytes()
+    pieces = [spelled[token] for token in tokens]
+    # A word has a space before it. What is edited may be a part of the word before, or of the one after.
+    starts = [0, *(j for j, piece in enumerate(pieces) if j and piece.startswith(b" ")), len(pieces)]
+    found = []
+    for edit in edits:
+        first = starts[max(bisect.bisect_left(starts, edit.first) - 1, 0)]
+        end = starts[bisect.bisect_left(starts, edit.end)]
+        new = [*pieces[first : edit.first], *(spelled[token] for token in edit.tokens), *pieces[edit.end : end]]
+        were, are = (words.unknown(b"".join(parts).decode(errors="replace")) for parts in (pieces[first:end], new))
+        found.append(edit if were == are else edit._replace(gain=edit.gain + _UNKNOWN * (were - are)))
+    return found
+
+
+def _preferring_likely(tokens: Sequence[int], edits: Sequence[Edit], trigrams: Trigrams) -> list[Edit]:
+    """The edits, of which those gain that are more usual in the language than what they replace."""
+    more = trigrams.gains(tokens, [(edit.first, edit.end, edit.tokens) for edit in edits]).tolist()
+    likely = [edit._replace(gain=edit.gain + _GRAMMAR * nats) for edit, nats in zip(edits, more, strict=True)]
+    return [edit for edit in likely if edit.gain > _LIKELY]
+
+
 @functools.cache
 def _parts() -> frozenset[int]:
     """Tokens that are not whole characters by themselves."""
@@ -269,9 +289,7 @@ def _broken(tokens: Iterable[int]) -> int:
     return b"".join(spelled[token] for token in tokens).decode(errors="replace").count("\ufffd")
 
 
-def _reword(
-    draft: _Draft, where: Iterable[int], minds: _Minds, text: "Text", similar: Callable[[str], Iterable[str]]
-) -> Iterator[Edit]:
+def _reword(draft: _Draft, where: Iterable[int], minds: _Minds, text: Text, known: WordList) -> Iterator[Edit]:
     """Instead of each word, or two, that the decoder was not sure of: one that sounds like it."""
     tokenizer, near = get_tokenizer(), set(where)
     words = _words(draft.tokens)
@@ -284,7 +302,7 @@ def _reword(
         written = tokenizer.decode(draft.tokens[first:end]).replace(" ", "")
         heard = "".join(WORD.findall(text.heard(first, end)))
         sounds = {sound for sound in (heard.lower(), written.lower()) if len(sound) > 1}
-        others = {other for sound in sounds for other in similar(sound)}
+        others = {other for sound in sounds for other in known.similar(sound)}
         for other in sorted(others - ({written.lower()} if (first, end) in words else set())):
             new = tuple(tokenizer.encode(other.capitalize() if written[0].isupper() else other))
             yield Edit(first, end, new, (places[0],) * len(new), _UNTHOUGHT_WORD - max(own, _SURPRISE))
@@ -307,121 +325,3 @@ def _apart(edits: Sequence[tuple[float, Edit]]) -> list[Edit]:
         if all(edit.first >= other.end + _APART or other.first >= edit.end + _APART for other in made):
             made.append(edit)
     return sorted(made)
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text, and CTC's forward and backward sums over it, scaled frame by frame to the likeliest state.
-
-    Times are one later than frames: time 0 is before the first. After the last frame comes the end, and then a time at
-    which nothing can be heard.
-    """
-
-    starts: np.ndarray
-    """Where the bytes of each token begin, and where the last ones end."""
-    target: np.ndarray
-    """Its bytes as classes, and an end that is unlike any of them."""
-    best_T: np.ndarray
-    """The likeliest class of each frame."""
-    heard_TV: np.ndarray
-    """Probability of each class at a time, by how the scale changes with it."""
-    blank_TS: np.ndarray
-    """Paths that stand, at a time, on the blank after so many bytes."""
-    byte_TS: np.ndarray
-    """Those that stand on the last of so many bytes."""
-    onward_TS: np.ndarray
-    """What becomes of a path that comes to a byte at a time, by the text's likelihood."""
-    arrivals: np.ndarray
-    """When each byte, and the end, was most likely heard."""
-
-    @classmethod
-    def of(cls, logp_TV: Tensor, tokens: Sequence[int]) -> "Text | None":
-        """From CTC's log-probabilities; None where the text is empty or has no path through the frames."""
-        spelled = get_tokenizer().token_bytes()
-        target = [1 + byte for token in tokens for byte in spelled[token]]
-        frames, count = len(logp_TV), len(target)
-        if not count or not frames:
-            return None
-        starts = np.cumsum([0, *(len(spelled[token]) for token in tokens)])
-        bytes_S = torch.tensor(target)
-        # The second of the two is the text backwards, whose forward sums are the text's backward sums.
-        total, sums = torch._ctc_loss(
-            torch.stack((logp_TV, logp_TV.flip(0)), 1),
-            torch.stack((bytes_S, bytes_S.flip(0))),
-            [frames, frames],
-            [count, count],
-            BLANK,
-            False,
-        )
-        likelihood = -float(total[0])
-        if not np.isfinite(likelihood):
-            return None
-        there_TS, back_TS = sums[0].numpy(), sums[1].flip(0, 1).numpy()
-        level_T = np.concatenate(([0.0], there_TS.max(1)))
-        at_TS = np.exp(there_TS - level_T[1:, None])
-        blank_TS, byte_TS, onward_TS = np.zeros((3, frames + 3, count + 1))
-        blank_TS[0, 0] = 1.0
-        blank_TS[1 : frames + 1] = at_TS[:, ::2]
-        byte_TS[1 : frames + 1, 1:] = at_TS[:, 1::2]
-        onward_TS[1 : frames + 1, :-1] = np.exp(back_TS[:, 1::2] + level_T[:-1, None] - likelihood)
-        # The end is heard after the last frame, by paths on the last byte or the blank after it.
-        onward_TS[frames + 1, -1] = np.exp(level_T[-1] - likelihood)
-        heard_TV = np.zeros((frames + 3, logp_TV.shape[1]))
-        heard_TV[1 : frames + 1] = np.exp(logp_TV.numpy() + (level_T[:-1] - level_T[1:])[:, None])
-        # Both sums count the frame itself.
-        likely_TS = there_TS[:, 1::2] + back_TS[:, 1::2] - logp_TV.numpy()[:, target]
-        arrivals = np.append(likely_TS.argmax(0) + 1, frames + 1)
-        best_T = logp_TV.argmax(1).numpy()
-        return cls(starts, np.array([*target, -1]), best_T, heard_TV, blank_TS, byte_TS, onward_TS, arrivals)
-
-    def heard(self, first: int, end: int) -> str:
-        """What CTC spells by itself where it hears the tokens `first` to `end`."""
-        start, stop = self.arrivals[self.starts[[first, end]]]
-        frames = self.best_T[max(0, start - 1 - _EARLIER) : stop - 1]
-        runs = frames[np.diff(frames, prepend=-1) != 0]
-        return bytes_to_text(runs[runs != BLANK]).replace("\ufffd", "")
-
-    def gains(self, edits: Sequence[Edit]) -> list[float]:
-        """By how much each edit changes CTC's log-likelihood of the text.
-
-        What is heard outside the edit's surroundings is taken to stay where it is: exact but for what is negligible.
-        """
-        spelled = get_tokenizer().token_bytes()
-        new = [[1 + byte for token in edit.tokens for byte in spelled[token]] for edit in edits]
-        gains = np.empty(len(edits))
-        # Of one length after another: none waits for a longer one.
-        order = sorted(range(len(edits)), key=lambda i: len(new[i]))
-        for at in range(0, len(order), _EDITS_AT_ONCE):
-            some = order[at : at + _EDITS_AT_ONCE]
-            firsts, ends = self.starts[[[edits[i].first for i in some], [edits[i].end for i in some]]]
-            gains[some] = self._walk(firsts, ends, [new[i] for i in some])
-        return gains.tolist()
-
-    def _walk(self, firsts: np.ndarray, ends: np.ndarray, new: Sequence[Sequence[int]]) -> np.ndarray:
-        """Log of how much likelier the text is with bytes `firsts` to `ends` replaced by `new`."""
-        counts = np.array([len(piece) for piece in new])
-        longest = int(counts.max(initial=0))
-        new_NZ = np.array([[*piece, *[0] * (longest - len(piece))] for piece in new], dtype=np.int64).reshape(
-            -1, longest
-        )
-        before_N = np.where(firsts > 0, self.target[firsts - 1], -2)
-        # What comes before each new byte, and before the byte after the edit.
-        line_NZ = np.concatenate((before_N[:, None], new_NZ), axis=1)
-        differs_NZ = np.diff(line_NZ, axis=1) != 0
-        differs_N = line_NZ[np.arange(len(new)), counts] != self.target[ends]
-        begin_N = np.where(firsts > 0, np.maximum(self.arrivals[firsts - 1] - _MARGIN, 1), 1)
-        walk = int((self.arrivals[ends] + _MARGIN - begin_N).max(initial=0)) + 1
-        rows, total_N = np.arange(len(new)), np.zeros(len(new))
-        blank_NZ, byte_NZ = np.zeros((2, len(new), longest + 1))
-        for step in range(walk):
-            time_N = np.minimum(begin_N + step, len(self.heard_TV) - 1)
-            # The state before the first new byte is the text's own.
-            blank_NZ[:, 0], byte_NZ[:, 0] = self.blank_TS[time_N - 1, firsts], self.byte_TS[time_N - 1, firsts]
-            leaving_N = blank_NZ[rows, counts] + differs_N * byte_NZ[rows, counts]
-            total_N += leaving_N * self.onward_TS[time_N, ends]
-            came_NZ = blank_NZ[:, :-1] + differs_NZ * byte_NZ[:, :-1] + byte_NZ[:, 1:]
-            stayed_NZ = blank_NZ[:, 1:] + byte_NZ[:, 1:]
-            byte_NZ[:, 1:] = came_NZ * self.heard_TV[time_N[:, None], new_NZ]
-            blank_NZ[:, 1:] = stayed_NZ * self.heard_TV[time_N, BLANK][:, None]
-        with np.errstate(divide="ignore"):
-            return np.log(total_N)

@@ -3,7 +3,6 @@
 Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from whisfusion.checkpoint import Model
 from whisfusion.decoder import DiffusionDecoder, Draft
+from whisfusion.detector import places
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
@@ -90,7 +90,7 @@ class DiffusionSystem:
     def check(self, options: DecodingOptions, language: str | None) -> None:
         """Raise before any work if this model cannot do what is asked."""
         config = self.model.config
-        if language is None and not config.detects_language:
+        if language is None and not config.tells_language:
             raise LanguageError(
                 "this model does not detect the language: give one with --language (language=...), "
                 f"one of {', '.join(config.languages)}"
@@ -105,12 +105,11 @@ class DiffusionSystem:
             raise OptionError("words are timed by a model with an adapter: leave out word_timestamps")
 
     def detect(self, batch: Sequence[Window]) -> list[str]:
-        """The language of each window, from the prompt's masked language token."""
+        """The language of each window, among those of the model."""
         found: list[str] = []
         for part in self._parts(batch):
             audio_BTD, heard_BT = self._encode(part, Stopwatch({}, self._device))
-            predictor, _ = self._listen(part, audio_BTD, heard_BT)
-            found += self._detect(part, predictor)
+            found += self._detect(part, audio_BTD, heard_BT)
         return found
 
     def start(
@@ -167,7 +166,7 @@ class DiffusionSystem:
         predictor, canvas_B = self._listen(batch, audio_BTD, heard_BT)
         languages = [window.language for window in batch]
         if None in languages:
-            detected = self._detect(batch, predictor)
+            detected = self._detect(batch, audio_BTD, heard_BT, predictor)
             languages = [given or found for given, found in zip(languages, detected, strict=True)]
         spoken = [language for language in languages if language is not None]
         prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken], device=self._device)
@@ -234,12 +233,12 @@ class DiffusionSystem:
         self, pools: Sequence[Pool], chosen: Sequence[Candidate], look: LookAt | None, looks: int
     ) -> list[tuple[int, ...]]:
         """What was chosen, mended; looked at and mended again so many times."""
+        lexicon, grammar = self.model.lexicon or {}, self.model.grammar or {}
 
         def mend(pool: Pool, candidate: Candidate, others: Sequence[Candidate], thoughts: Thoughts) -> tuple[int, ...]:
-            lexicon = self.model.lexicon
-            similar = None if lexicon is None else functools.partial(lexicon.similar, pool.language)
             assert pool.bytes_TV is not None
-            return repair(candidate, others, thoughts, pool.bytes_TV, similar)
+            words, trigrams = lexicon.get(pool.language), grammar.get(pool.language)
+            return repair(candidate, others, thoughts, pool.bytes_TV, words=words, trigrams=trigrams)
 
         texts = []
         for pool, candidate in zip(pools, chosen, strict=True):
@@ -334,21 +333,32 @@ class DiffusionSystem:
         return looks(texts, thoughts, own_R.unflatten(0, shape))
 
     @torch.no_grad()
-    def _detect(self, batch: Sequence[Window], predictor: DecoderPredictor) -> list[str]:
-        """One look at an empty canvas whose language is masked too."""
-        if not self.model.config.detects_language:
+    def _detect(
+        self,
+        batch: Sequence[Window],
+        audio_BTD: Tensor,
+        heard_BT: Tensor | None,
+        predictor: DecoderPredictor | None = None,
+    ) -> list[str]:
+        """By the detector; without one, by the decoder's look at an empty canvas whose language is masked too."""
+        config, detector = self.model.config, self.model.detector
+        if detector is not None:
+            logits_BX = detector(audio_BTD, heard_BT)[:, places(config.languages)]
+            return [config.languages[i] for i in logits_BX.argmax(1).tolist()]
+        if not config.detects_language:
             raise LanguageError("this model does not detect the language: give one with --language (language=...)")
-        tokenizer, languages = get_tokenizer(), self.model.config.languages
-        positions = self.model.config.decoder.canvas.positions(max(window.seconds for window in batch))
-        tokens_BKL = torch.full((len(batch), 1, positions), MASK, device=self._device)
-        tokens_BKL[..., : len(tokenizer.prompt(languages[0]))] = torch.tensor(
-            tokenizer.prompt(languages[0]), device=self._device
-        )
-        tokens_BKL[..., _LANGUAGE_POSITION] = MASK
+        if predictor is None:
+            predictor, _ = self._listen(batch, audio_BTD, heard_BT)
+        tokenizer = get_tokenizer()
+        prompt = tokenizer.prompt(config.languages[0])
+        prompt[_LANGUAGE_POSITION] = MASK
+        positions = config.decoder.canvas.positions(max(window.seconds for window in batch))
+        tokens_BKL = torch.full((len(audio_BTD), 1, positions), MASK, device=self._device)
+        tokens_BKL[..., : len(prompt)] = torch.tensor(prompt, device=self._device)
         states_BD = predictor.states(tokens_BKL)[:, 0, _LANGUAGE_POSITION]
-        ids = [tokenizer.language_id(language) for language in languages]
-        logits_BV = self.model.decoder.logits(states_BD, slice(None))[:, ids]
-        return [languages[i] for i in logits_BV.argmax(1).tolist()]
+        ids = [tokenizer.language_id(language) for language in config.languages]
+        logits_BX = self.model.decoder.logits(states_BD, slice(None))[:, ids]
+        return [config.languages[i] for i in logits_BX.argmax(1).tolist()]
 
     def _selector(self, options: DecodingOptions) -> Selector:
         if options.selection == "rerank":

@@ -1,10 +1,9 @@
 """whisfusion data check, import, holdout, restore, synthesise and nothing: getting speech ready to train on."""
 
-import sys
 from pathlib import Path
 
 from whisfusion.cli.parser import Arguments, Commands, Parser
-from whisfusion.cli.progress import on_terminal
+from whisfusion.cli.progress import count
 
 
 def add(commands: Commands) -> None:
@@ -59,7 +58,7 @@ def run_check(arguments: Arguments) -> int:
     from whisfusion.data.check import CheckOptions, check_data
 
     options = CheckOptions(decode=arguments.decode, allow=tuple(arguments.allow), workers=arguments.workers)
-    report = check_data(arguments.manifests, against=arguments.against, options=options, progress=_count)
+    report = check_data(arguments.manifests, against=arguments.against, options=options, progress=count)
     print(report.render())
     return 0 if report.ok else 1
 
@@ -103,7 +102,7 @@ def run_import(arguments: Arguments) -> int:
         pack=arguments.pack,
         workers=arguments.workers,
     )
-    report = import_corpus(arguments.source, arguments.out, options, progress=_count)
+    report = import_corpus(arguments.source, arguments.out, options, progress=count)
     print(report.render())
     return 0 if report.ok else 1
 
@@ -220,7 +219,7 @@ def run_synthesise(arguments: Arguments) -> int:
     evaluation = read_manifest(*arguments.against) if arguments.against else []
     without = [utterance.text for utterance in evaluation if utterance.language == options.language]
     sentences = read_sentences(arguments.texts)
-    print(synthesise(sentences, arguments.out, options, without=without, progress=_count).render())
+    print(synthesise(sentences, arguments.out, options, without=without, progress=count).render())
     return 0
 
 
@@ -251,7 +250,7 @@ def run_nothing(arguments: Arguments) -> int:
         seed=arguments.seed,
         workers=arguments.workers,
     )
-    print(make_nothing(arguments.out, options, progress=_count).render())
+    print(make_nothing(arguments.out, options, progress=count).render())
     return 0
 
 
@@ -262,10 +261,3 @@ def _add_making(parser: Parser) -> None:
     )
     parser.add_argument("--seed", type=int, default=42, metavar="S", help="default 42")
     parser.add_argument("--workers", type=int, default=0, metavar="W", help="processes; 0 is one for each core")
-
-
-def _count(done: int, total: int) -> None:
-    """Say on a terminal how far long work has come, on one line."""
-    if on_terminal():
-        of = f" of {total:,}" if total else ""
-        print(f"\r{done:,}{of}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ def add(commands: Commands) -> None:
         "write a model folder in the form in which it is handed on",
         run,
         description="Write a model folder again: as int8, with its encoder, in files that are not too large, with\n"
-        "other settings for decoding. What is not said stays as it is.",
+        "other settings for decoding, as the mean with another run. What is not said stays as it is.",
     )
     parser.add_argument("model", metavar="MODEL", help="a model's name or folder")
     parser.add_argument("--out", metavar="FOLDER", required=True)
@@ -28,6 +28,10 @@ def add(commands: Commands) -> None:
         help="the largest that a file of weights may be, where no single tensor is larger (default 4096)",
     )
     parser.add_argument(
+        "--average", metavar="OTHER", help="an earlier or another run of the same model, to average with"
+    )
+    parser.add_argument("--share", type=float, default=0.2, metavar="S", help="of OTHER in the mean (default 0.2)")
+    parser.add_argument(
         "--experimental",
         metavar="LANGUAGE,...",
         help="languages to mark as experimental: too often misheard, or never measured",
@@ -43,6 +47,7 @@ def run(arguments: Arguments) -> int:
     import torch
 
     from whisfusion import checkpoint, hub
+    from whisfusion.averaging import averaged
     from whisfusion.errors import OptionError
     from whisfusion.pdd import override_options
 
@@ -52,20 +57,24 @@ def run(arguments: Arguments) -> int:
         raise OptionError(f"{arguments.model} may write every token: limit it first with whisfusion vocabulary")
     if arguments.experimental is not None:
         config = replace(config, experimental=tuple(arguments.experimental.split(",")))
+    weights = model.decoder.state_dict()
+    if arguments.average is not None:
+        other = checkpoint.load(hub.resolve(arguments.average), dtype=torch.float32)
+        weights = averaged(weights, other.decoder.state_dict(), arguments.share)
+        config = replace(config, training={**config.training, "share_of_another_run": arguments.share})
     folder = checkpoint.save(
         arguments.out,
         config,
-        model.decoder.state_dict(),
+        weights,
         encoder=model.encoder.state_dict() if arguments.encoder else None,
         generation=override_options(model.generation, pdd_arguments(arguments)),
         int8=arguments.int8,
         tokens=model.vocabulary.tokens() if arguments.drop_unused and model.vocabulary is not None else None,
         file_bytes=int(arguments.file_mib * 2**20),
     )
-    if model.vocabulary is not None:
-        checkpoint.add_vocabulary(folder, model.vocabulary)
-    if model.lexicon is not None:
-        checkpoint.add_lexicon(folder, model.lexicon)
+    checkpoint.add(
+        folder, vocabulary=model.vocabulary, lexicon=model.lexicon, grammar=model.grammar, detector=model.detector
+    )
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:.1f} MB")
     return 0

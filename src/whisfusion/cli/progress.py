@@ -55,6 +55,14 @@ class AudioProgress:
             self._bar.update(self._task, completed=self._done, total=self._total, speed=text)
 
 
+def count(done: int, total: int, what: str = "") -> None:
+    """Say on a terminal how far long work has come, on one line."""
+    if on_terminal():
+        of = f" of {total:,}" if total else ""
+        label = f"{what} " if what else ""
+        print(f"\r{label}{done:,}{of}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
 def on_terminal() -> bool:
     """Whether someone watches stderr."""
     return sys.stderr is not None and sys.stderr.isatty()

@@ -23,7 +23,8 @@ def add(commands: Commands) -> None:
         description="Limit a model folder to the tokens that occur in text of each language.\n"
         "Half of Whisper's tokens are of no use to one language: without them a CPU decodes faster, and nothing is "
         "written in another script. A language without text may write every token.\n"
-        "The words go into the folder too: repair looks up those that the model was not sure of.",
+        "The words go into the folder too, and how tokens follow each other, for repair: it looks them up where the\n"
+        "model was not sure.",
         usage="whisfusion vocabulary FOLDER [--data MANIFEST...] [--text LANGUAGE=FILE]... [options]",
         epilog=_EXAMPLES,
     )
@@ -57,14 +58,15 @@ def add(commands: Commands) -> None:
 
 def run(arguments: Arguments) -> int:
     """Count, write, and tell how many tokens are left in each language, and how many are missing elsewhere."""
-    from whisfusion.checkpoint import add_lexicon, add_vocabulary, read_config
+    from whisfusion import checkpoint
     from whisfusion.data.manifest import read_manifest
     from whisfusion.lexicon import Lexicon, word_list
     from whisfusion.normalise import normalise
-    from whisfusion.tokenizer import SAMPLEABLE
+    from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
+    from whisfusion.trigrams import Grammar, Trigrams
     from whisfusion.vocabulary import Vocabulary, token_list
 
-    config, _ = read_config(arguments.folder)
+    config, _ = checkpoint.read_config(arguments.folder)
 
     def styled(text: str, language: str) -> str:
         return normalise(text, language) if config.text_style == "normalised" else text
@@ -76,14 +78,14 @@ def run(arguments: Arguments) -> int:
         raise OptionError("give text to take the tokens from: --data MANIFEST, or --text LANGUAGE=FILE")
     others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
-    add_vocabulary(arguments.folder, vocabulary)
     words = {language: word_list(own, language, least=arguments.least_words) for language, own in texts.items()}
     lexicon = Lexicon({language: own for language, own in words.items() if own})
-    add_lexicon(arguments.folder, lexicon)
+    trigrams = {language: Trigrams.count(map(get_tokenizer().encode, own)) for language, own in texts.items()}
+    checkpoint.add(arguments.folder, vocabulary=vocabulary, lexicon=lexicon, grammar=Grammar.of(trigrams))
     for language, ids_V in vocabulary.items():
         line = f"{language}  {len(ids_V):,} of {SAMPLEABLE:,} tokens, from {len(texts[language]):,} sentences"
-        if language in lexicon.languages:
-            line += f"; {len(lexicon.words(language)):,} words"
+        if language in lexicon:
+            line += f"; {len(lexicon[language]):,} words"
         unseen = [styled(other.text, language) for other in others if other.language == language]
         if unseen:
             line += f"; without {100 * vocabulary.missing(language, unseen):.2f} % of the tokens to check"

@@ -101,10 +101,14 @@ class Run:
             # What did not learn is to stay what it was, to the last bit.
             dtype=torch.bfloat16 if trainer.recipe.learns == "all" else torch.float32,
         )
-        if inherited is not None and inherited.vocabulary is not None:
-            checkpoint.add_vocabulary(temporary, inherited.vocabulary)
-        if inherited is not None and inherited.lexicon is not None:
-            checkpoint.add_lexicon(temporary, inherited.lexicon)
+        if inherited is not None:
+            checkpoint.add(
+                temporary,
+                vocabulary=inherited.vocabulary,
+                lexicon=inherited.lexicon,
+                grammar=inherited.grammar,
+                detector=inherited.detector,
+            )
         _replace_folder(temporary, folder)
 
     def _steps(self) -> Iterator[Step]:

@@ -17,13 +17,16 @@ from whisfusion.checkpoint import Model, ModelConfig
 from whisfusion.data.feature_bank import Listen
 from whisfusion.data.utterance import Utterance
 from whisfusion.decoder import DiffusionDecoder, start_from_whisper
+from whisfusion.detector import LanguageDetector
 from whisfusion.encoder import EncoderConfig, WhisperEncoder, audio_mask
 from whisfusion.lexicon import Lexicon, word_list
 from whisfusion.mel import log_mel
 from whisfusion.normalise import normalise
 from whisfusion.pdd import PDDOptions
+from whisfusion.tokenizer import get_tokenizer
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
+from whisfusion.trigrams import Grammar, Trigrams
 from whisfusion.vocabulary import Vocabulary, token_list
 from whisfusion.weights import fingerprint, load_whisper_weights
 
@@ -156,13 +159,17 @@ class Inherited:
     """The tokens that it could write, and those of what it is trained on."""
     lexicon: Lexicon | None
     """Its words, and those of what it is trained on."""
+    grammar: Grammar | None
+    """How its tokens follow each other, there and in what it is trained on."""
+    detector: LanguageDetector | None
+    """As it was: the encoder that it listens to stays the same."""
 
 
 def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> Inherited:
     """What stays of a model; its settings for decoding do unless the recipe has some of its own."""
-    vocabulary, lexicon = before.vocabulary, before.lexicon
+    vocabulary, lexicon, grammar = before.vocabulary, before.lexicon, before.grammar
     texts: dict[str, list[str]] = defaultdict(list)
-    for utterance in utterances if vocabulary is not None or lexicon is not None else ():
+    for utterance in utterances if vocabulary or lexicon or grammar else ():
         own = utterance.text if recipe.text_style == "written" else normalise(utterance.text, utterance.language)
         texts[utterance.language].append(own)
     if vocabulary is not None:
@@ -171,8 +178,14 @@ def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> I
         vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
     if lexicon is not None:
         # A few words of another language would be taken for all that it has.
-        lexicon = Lexicon({c: [*lexicon.words(c), *word_list(texts.get(c, ()), c)] for c in lexicon.languages})
-    return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, lexicon)
+        lexicon = Lexicon({c: [*own, *word_list(texts.get(c, ()), c)] for c, own in lexicon.items()})
+    if grammar is not None:
+        tokenizer = get_tokenizer()
+        more = {c: Trigrams.count(map(tokenizer.encode, own), least=1) for c, own in texts.items() if c in grammar}
+        grammar = Grammar.of({c: own + more[c] if c in more else own for c, own in grammar.items()})
+    return Inherited(
+        before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, lexicon, grammar, before.detector
+    )
 
 
 def ears(start: StartingPoint, device: torch.device) -> Listen:
