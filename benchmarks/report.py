@@ -129,6 +129,16 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 {rows}
 """
 
+REPAIR = """## What each part of repair brings
+
+On the dev sets, {note}: the error of what MBR chose, and of the text that repair made of it with all that it knows, without the
+language's words, without its trigrams, and without either. Made by `{command}`.
+
+| model | set | clips | as drawn | repaired | without words | without trigrams | without either |
+|---|---|---|---|---|---|---|---|
+{rows}
+"""
+
 SPELLING = """## What a speller brings
 
 {note} On the dev sets (real speech) and on held-out voices of the synthesisers, {limit} clips of each at most: the
@@ -281,6 +291,20 @@ def cpu() -> str:
         for name, row in result["systems"].items()
     )
     return CPU.format(rows=rows, processor=result["machine"]["processor"], **result)
+
+
+def repair() -> list[str]:
+    """What repair brings, and what it brings where it knows less, where it was measured."""
+    if not (RESULTS / "repair.json").exists():
+        return []
+    result = read("repair.json")
+    figures = ("drawn", *(f"without {part}" for part in ("nothing", "words", "trigrams", "words and trigrams")))
+    rows = "\n".join(
+        f"| `{row['model']}` | {row['set']} ({row['measure'].upper()}) | {row['clips']} | "
+        f"{' | '.join(f'{row[figure]:.2f} %' for figure in figures)} |"
+        for row in result["rows"]
+    )
+    return [REPAIR.format(rows=rows, **{name: result[name] for name in ("note", "command")})]
 
 
 def spelling() -> list[str]:
@@ -545,6 +569,7 @@ def render() -> str:
         [
             HEAD,
             model(),
+            *repair(),
             *words(),
             *spelling(),
             cpu(),
