@@ -6,7 +6,7 @@ from whisfusion.errors import ModelError
 from whisfusion.lexicon import Lexicon, WordList, word_list
 from whisfusion.normalise import edit_distance
 
-LEXICON = Lexicon({"en": ["socket", "pocket", "rocket", "forsake", "for", "don't"], "de": ["größer"]})
+LEXICON = Lexicon.of({"en": ["socket", "pocket", "rocket", "forsake", "for", "don't"], "de": ["größer"]})
 
 
 def test_words_are_those_that_occur_often_enough_in_lower_case():
@@ -32,10 +32,10 @@ def test_words_that_are_none_are_counted():
 
 
 def test_a_lexicon_survives_packing():
-    again = Lexicon.unpack(LEXICON.pack())
+    again = Lexicon(LEXICON.pack())
     assert {code: {*words} for code, words in again.items()} == {code: {*words} for code, words in LEXICON.items()}
     with pytest.raises(ModelError, match="lexicon"):
-        Lexicon.unpack({"en": torch.zeros(4, dtype=torch.uint8)})
+        Lexicon({"en": torch.zeros(4, dtype=torch.uint8)})["en"]
 
 
 def test_the_quick_look_at_letters_misses_no_word():

@@ -44,7 +44,7 @@ def base(tiny_clip_model, tmp_path_factory) -> Path:
     checkpoint.save(folder, config, state, encoder=heard, generation=model.generation, int8=True)
     tokens = {code: torch.tensor(sorted({*get_tokenizer().encode("one two three"), 50257})) for code in ("en", "de")}
     checkpoint.add(folder, vocabulary=Vocabulary(tokens))
-    checkpoint.add(folder, lexicon=Lexicon({"en": ["one", "two"]}))
+    checkpoint.add(folder, lexicon=Lexicon.of({"en": ["one", "two"]}))
     checkpoint.add(folder, grammar=Grammar.of({"en": Trigrams.count([[1, 2]]), "de": Trigrams.count([[3, 4]])}))
     checkpoint.add(folder, detector=LanguageDetector(DetectorConfig(1, 8, 64, 1)).requires_grad_(False))
     return folder

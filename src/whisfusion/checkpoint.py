@@ -23,6 +23,7 @@ from whisfusion.errors import ModelError, OptionError
 from whisfusion.lexicon import Lexicon
 from whisfusion.pdd import PDDOptions
 from whisfusion.quantise import dequantise, is_quantised, quantise
+from whisfusion.skeleton import skeleton
 from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
 from whisfusion.trigrams import Grammar
 from whisfusion.vocabulary import Vocabulary
@@ -206,7 +207,7 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
             raise ModelError(
                 f"{path} is not the file that config.json describes (sha256 differs). Pull the model again"
             )
-    with torch.device("meta"):
+    with skeleton():
         decoder = DiffusionDecoder(config.decoder)
         encoder = WhisperEncoder(config.encoder)
     stored = _tensors(folder, "model", files)
@@ -219,12 +220,12 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
     packed = _tensors(folder, "vocabulary", files)
     vocabulary = Vocabulary.unpack(packed) if packed else None
     words = _tensors(folder, "lexicon", files)
-    lexicon = Lexicon.unpack(words) if words else None
+    lexicon = Lexicon(words) if words else None
     trigrams = _tensors(folder, "trigrams", files)
     grammar = Grammar(trigrams) if trigrams else None
     detector = None
     if config.detector is not None:
-        with torch.device("meta"):
+        with skeleton():
             detector = LanguageDetector(config.detector)
         _fill(detector, dequantise(_tensors(folder, "detector", files)), folder, device, dtype)
         detector.requires_grad_(False).eval()

@@ -74,32 +74,39 @@ class WordList:
 
 
 class Lexicon(Mapping[str, WordList]):
-    """Words by language code."""
+    """Words by language code, each language's unpacked when it is first asked for."""
 
-    def __init__(self, words: Mapping[str, Iterable[str]]) -> None:
-        self._lists = {language: WordList(own) for language, own in words.items()}
+    def __init__(self, packed: Mapping[str, Tensor]) -> None:
+        self._packed = dict(packed)
+        self._lists: dict[str, WordList] = {}
+
+    @classmethod
+    def of(cls, words: Mapping[str, Iterable[str]]) -> "Lexicon":
+        """From lists of words: sorted and compressed they take some 130 KB for 75,000."""
+        packed = {language: bz2.compress(_shortened(sorted(set(own)))) for language, own in words.items()}
+        return cls(
+            {name: torch.from_numpy(np.frombuffer(octets, dtype=np.uint8).copy()) for name, octets in packed.items()}
+        )
 
     def __getitem__(self, language: str) -> WordList:
+        """Raises ModelError where what was packed cannot be read."""
+        if language not in self._lists:
+            octets = self._packed[language].numpy().tobytes()
+            try:
+                self._lists[language] = WordList(_in_full(bz2.decompress(octets)))
+            except (OSError, ValueError, TypeError) as error:
+                raise ModelError(f"the model's lexicon is not usable ({error}): pull the model again") from None
         return self._lists[language]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._lists)
+        return iter(self._packed)
 
     def __len__(self) -> int:
-        return len(self._lists)
+        return len(self._packed)
 
     def pack(self) -> dict[str, Tensor]:
-        """Sorted words, compressed: some 130 KB for 75,000."""
-        packed = {language: bz2.compress(_shortened(sorted(words))) for language, words in self.items()}
-        return {name: torch.from_numpy(np.frombuffer(octets, dtype=np.uint8).copy()) for name, octets in packed.items()}
-
-    @classmethod
-    def unpack(cls, packed: Mapping[str, Tensor]) -> "Lexicon":
-        """What `pack` was given. Raises ModelError for anything else."""
-        try:
-            return cls({name: _in_full(bz2.decompress(octets.numpy().tobytes())) for name, octets in packed.items()})
-        except (OSError, ValueError, TypeError) as error:
-            raise ModelError(f"the model's lexicon is not usable ({error}): pull the model again") from None
+        """As it is kept."""
+        return dict(self._packed)
 
 
 def _letters(word: str) -> int:

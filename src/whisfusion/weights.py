@@ -22,6 +22,7 @@ from torch import Tensor
 from whisfusion import hub
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError
+from whisfusion.skeleton import skeleton
 from whisfusion.tokenizer import ENDOFTEXT, whisper_id
 from whisfusion.whisper import Whisper, WhisperDecoder, WhisperDecoderConfig
 
@@ -109,7 +110,7 @@ def load_whisper(
 ) -> Whisper:
     """Encoder and decoder of a published Whisper, ready to run; see `load_whisper_weights`."""
     weights = load_whisper_weights(path_or_id)
-    with torch.device("meta"):
+    with skeleton():
         encoder, decoder = WhisperEncoder(weights.encoder_config), WhisperDecoder(weights.decoder_config)
     for module, state in ((encoder, weights.encoder), (decoder, weights.decoder)):
         module.load_state_dict({name: x.to(device, dtype) for name, x in state.items()}, assign=True)
@@ -320,7 +321,7 @@ def _checked(path: Path, named: dict[str, Tensor], sha256: str) -> WhisperWeight
         layers=_layers(named, "decoder"),
         positions=len(named["decoder.positions"]),
     )
-    with torch.device("meta"):
+    with skeleton():
         modules = {"encoder": WhisperEncoder(encoder_config), "decoder": WhisperDecoder(decoder_config)}
     wanted = {f"{side}.{name}": x for side, module in modules.items() for name, x in module.state_dict().items()}
     problems = [f"missing {name}" for name in wanted if name not in named]

@@ -97,14 +97,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def _diffusion_model(path: Path) -> dict[str, Any]:
-    import torch
-
     from whisfusion.checkpoint import read_config
     from whisfusion.decoder import DiffusionDecoder
     from whisfusion.encoder import WhisperEncoder
+    from whisfusion.skeleton import skeleton
 
     config, files = read_config(path)
-    with torch.device("meta"):
+    with skeleton():
         modules = {"decoder": DiffusionDecoder(config.decoder), "encoder": WhisperEncoder(config.encoder)}
     return {
         "folder": path,

@@ -79,7 +79,7 @@ def run(arguments: Arguments) -> int:
     others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
     words = {language: word_list(own, language, least=arguments.least_words) for language, own in texts.items()}
-    lexicon = Lexicon({language: own for language, own in words.items() if own})
+    lexicon = Lexicon.of({language: own for language, own in words.items() if own})
     trigrams = {language: Trigrams.count(map(get_tokenizer().encode, own)) for language, own in texts.items()}
     checkpoint.add(arguments.folder, vocabulary=vocabulary, lexicon=lexicon, grammar=Grammar.of(trigrams))
     for language, ids_V in vocabulary.items():

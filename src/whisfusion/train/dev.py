@@ -19,6 +19,7 @@ from whisfusion.encoder import WhisperEncoder, audio_mask
 from whisfusion.errors import AudioError
 from whisfusion.mel import log_mel
 from whisfusion.normalise import edit_distance, units
+from whisfusion.skeleton import skeleton
 from whisfusion.systems import DiffusionSystem
 from whisfusion.train.config import Recipe
 from whisfusion.train.ema import Ema
@@ -94,7 +95,7 @@ class DevSet:
     def evaluate(self, config: ModelConfig, encoder: WhisperEncoder, ema: Ema, recipe: Recipe) -> DevResult:
         """Read every clip with the averaged weights as the recipe says; all ranks must call it together."""
         averages = ema.full()
-        with torch.device("meta"):
+        with skeleton():
             decoder = DiffusionDecoder(config.decoder)
         dtype = encoder.positions.dtype
         decoder.load_state_dict({name: value.to(dtype) for name, value in averages.items()}, assign=True)

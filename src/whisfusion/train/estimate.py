@@ -13,6 +13,7 @@ from whisfusion.data.table import text_table
 from whisfusion.decoder import DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.mel import FRAMES_PER_SECOND, MAX_FRAMES
+from whisfusion.skeleton import skeleton
 from whisfusion.train.config import Recipe
 from whisfusion.train.display import duration
 from whisfusion.train.flops import decoder_flops, encoder_flops, measured_peak
@@ -83,7 +84,7 @@ def estimate(job: Job, world: int = 1) -> Estimate:
     steps_per_epoch = sampler.steps_per_epoch()
     planned = list(islice(sampler.steps_from(), min(_PLANNED, steps_per_epoch)))
     encoder = recipe.random_encoder or published_encoder(recipe.decoder.audio_width)
-    with torch.device("meta"):
+    with skeleton():
         parameters = sum(p.numel() for p in DiffusionDecoder(recipe.decoder).parameters())
         heard = sum(p.numel() for p in WhisperEncoder(encoder).parameters())
     tokens = float(job.filtered.tokens.mean()) + 1

@@ -23,6 +23,7 @@ from whisfusion.lexicon import Lexicon, word_list
 from whisfusion.mel import log_mel
 from whisfusion.normalise import normalise
 from whisfusion.pdd import PDDOptions
+from whisfusion.skeleton import skeleton
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
@@ -178,7 +179,7 @@ def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> I
         vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
     if lexicon is not None:
         # A few words of another language would be taken for all that it has.
-        lexicon = Lexicon({c: [*own, *word_list(texts.get(c, ()), c)] for c, own in lexicon.items()})
+        lexicon = Lexicon.of({c: [*own, *word_list(texts.get(c, ()), c)] for c, own in lexicon.items()})
     if grammar is not None:
         tokenizer = get_tokenizer()
         more = {c: Trigrams.count(map(tokenizer.encode, own), least=1) for c, own in texts.items() if c in grammar}
@@ -226,7 +227,7 @@ def random_encoder(config: EncoderConfig, seed: int) -> WhisperEncoder:
 
 
 def _encoder(config: EncoderConfig, state: Mapping[str, Tensor]) -> WhisperEncoder:
-    with torch.device("meta"):
+    with skeleton():
         encoder = WhisperEncoder(config)
     encoder.load_state_dict({name: value.float() for name, value in state.items()}, assign=True)
     return encoder.requires_grad_(False)
