@@ -3,13 +3,16 @@
 Letters: B clips of a group, N samples.
 """
 
+import functools
+import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from whisfusion.audio import SAMPLE_RATE
+from whisfusion.data.parallel import LOTS_AHEAD, in_processes, memory_folder
 from whisfusion.data.utterance import Utterance, load_samples
 from whisfusion.errors import AudioError
 
@@ -19,7 +22,8 @@ _GROUP_SECONDS = 500.0
 _Numbered = list[tuple[int, Utterance]]
 
 
-class Decoded(NamedTuple):
+@dataclass(frozen=True)
+class Decoded:
     """A group of clips side by side, and what could not be read."""
 
     clips_B: np.ndarray
@@ -38,9 +42,12 @@ def decode_all(utterances: Sequence[Utterance], *, workers: int = 0) -> Iterator
     if not workers:
         yield from map(_decode, groups)
         return
-    # A forked child would inherit locks that this process's threads hold, and its hold on the GPU.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_decode, groups)
+    # Through a pipe, samples would take longer than decoding them.
+    room = round(LOTS_AHEAD * (workers + 1) * 4 * SAMPLE_RATE * _GROUP_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="whisfusion-", dir=memory_folder(room)) as folder:
+        for group, file in in_processes(functools.partial(_decode_into, Path(folder)), groups, workers=workers, lot=1):
+            yield replace(group, samples_BN=np.load(file))
+            file.unlink()
 
 
 def _groups(utterances: Sequence[Utterance]) -> list[_Numbered]:
@@ -69,3 +76,10 @@ def _decode(group: _Numbered) -> Decoded:
     for row_N, samples in zip(samples_BN, decoded.values(), strict=True):
         row_N[: len(samples)] = samples
     return Decoded(np.array(list(decoded), dtype=np.int64), lengths_B, samples_BN, failures)
+
+
+def _decode_into(folder: Path, group: _Numbered) -> tuple[Decoded, Path]:
+    """A group whose samples are in a file, which is named after its first clip."""
+    decoded, file = _decode(group), folder / f"{group[0][0]}.npy"
+    np.save(file, decoded.samples_BN)
+    return replace(decoded, samples_BN=decoded.samples_BN[:, :0]), file

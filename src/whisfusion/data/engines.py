@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from whisfusion.audio import SAMPLE_RATE
+from whisfusion.data.parallel import memory_folder
 from whisfusion.errors import AudioError, LanguageError, OptionError
 
 EngineName = Literal["pico", "espeak", "jtalk", "rhvoice"]
@@ -22,7 +23,7 @@ EngineName = Literal["pico", "espeak", "jtalk", "rhvoice"]
 _PITCHES = (0.8, 0.9, 1.0, 1.12)
 _SIZES = (0.86, 0.93, 1.0, 1.07, 1.14)
 _SECONDS_TO_SPEAK = 60
-_MEMORY = "/dev/shm"
+_ROOM = 2**24
 # The top of the band fades out over this share of it: an edge as sharp as the transform allows would ring.
 _FADE = 0.05
 # Transforms of a multiple of this many times the ratio's denominator have small prime factors, and are fast.
@@ -214,7 +215,7 @@ def speak(engine: Engine, text: str, voice: Voice, tempo: float) -> np.ndarray:
 
     Raises AudioError where the program fails or writes nothing.
     """
-    with tempfile.TemporaryDirectory(prefix="whisfusion-", dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="whisfusion-", dir=memory_folder(_ROOM)) as folder:
         samples, rate = _run(engine, text, voice, tempo, Path(folder) / "spoken.wav")
     if samples.ndim != 1 or not samples.any():
         raise AudioError(f"{engine.program} wrote silence")
@@ -236,11 +237,6 @@ def _run(engine: Engine, text: str, voice: Voice, tempo: float, wav: Path) -> tu
         raise AudioError(f"{engine.program} did not end within {_SECONDS_TO_SPEAK} s") from None
     except (soundfile.SoundFileError, OSError) as error:
         raise AudioError(f"{engine.program} wrote no sound: {error}") from None
-
-
-def _memory() -> str | None:
-    """Memory that is a file system, if there is one: what a program writes there never sees a disk."""
-    return _MEMORY if os.access(_MEMORY, os.W_OK) else None
 
 
 def resample(samples: np.ndarray, ratio: Fraction) -> np.ndarray:

@@ -1,5 +1,7 @@
 """One function over many small tasks, in processes, with the results in the order of the tasks."""
 
+import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -9,9 +11,11 @@ from typing import Generic, TypeVar
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
-# Tasks that a process is handed at once, and such lots that are under way for each process.
 _LOT = 16
-_LOTS_AHEAD = 3
+"""Tasks that a process is handed at once."""
+LOTS_AHEAD = 3
+"""Such lots that are under way for each process."""
+_MEMORY = "/dev/shm"
 
 
 def in_processes(
@@ -32,7 +36,7 @@ def in_processes(
         try:
             while some := tuple(islice(coming, lot)):
                 waiting.append(pool.submit(_Each(function), some))
-                if len(waiting) >= workers * _LOTS_AHEAD:
+                if len(waiting) >= workers * LOTS_AHEAD:
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
@@ -49,3 +53,12 @@ class _Each(Generic[_Task, _Result]):
 
     def __call__(self, tasks: Sequence[_Task]) -> list[_Result]:
         return [self._function(task) for task in tasks]
+
+
+def memory_folder(room: int) -> str | None:
+    """Memory that is a file system and has so many bytes to spare, if there is one: what is written there never sees
+    a disk. Containers often have little of it.
+    """
+    if not os.access(_MEMORY, os.W_OK) or shutil.disk_usage(_MEMORY).free < room:
+        return None
+    return _MEMORY
