@@ -6,7 +6,7 @@ import torch
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder, Draft, start_from_whisper
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.memory import Anchors
+from whisfusion.memory import Anchors, Nearby
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, VOCAB_SIZE, embedding_rows
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
@@ -362,3 +362,19 @@ def test_bad_shapes_are_named_all_at_once():
     with pytest.raises(OptionError) as caught:
         DecoderConfig(layers=0, width=100, heads=3, block="gpt", dropout=1.0)  # ty: ignore
     assert all(word in str(caught.value) for word in ("layers", "heads", "block", "dropout"))
+
+
+def test_a_compiled_convolution_hears_what_the_plain_one_does():
+    torch.manual_seed(0)
+    nearby = Nearby(16, 5, dropout=0.0)
+    x_BTD = torch.randn(2, 9, 16)
+    present_BT = torch.arange(9) < torch.tensor([[9], [4]])
+    found = []
+    for forward in (nearby, torch.compile(nearby, backend="aot_eager")):
+        nearby.zero_grad()
+        input_BTD = x_BTD.clone().requires_grad_()
+        y_BTD = forward(input_BTD, present_BT)
+        y_BTD.square().sum().backward()
+        found.append([y_BTD, input_BTD.grad, *(parameter.grad.clone() for parameter in nearby.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain)

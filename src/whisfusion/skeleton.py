@@ -24,12 +24,12 @@ class _NothingDrawn(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        func: Callable[..., Any],
         types: object,
-        arguments: tuple[Any, ...] = (),
-        named: dict[str, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        named = named or {}
-        if getattr(function, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
-            return arguments[0] if arguments else named["tensor"]
-        return function(*arguments, **named)
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
