@@ -21,7 +21,7 @@ from whisfusion.blocks import Attention, Block, FeedForward, KeysValues
 from whisfusion.errors import ModelError
 
 _INT8, _DEFLATED, _SCALE = ":int8", ":deflated", ":scale"
-_WORTH = 0.8
+_WORTH = 0.9
 """A matrix is kept deflated where that makes it at least so much smaller: reading it takes longer."""
 _TOP = 127
 _LEAST = 1e-30
