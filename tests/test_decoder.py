@@ -119,6 +119,47 @@ def test_every_position_sees_every_other_and_the_audio():
         assert (decoder(tokens, decoder.listen(other, positions=16)) - base).abs().amax(-1).min() > 1e-7
 
 
+def together(decoder):
+    for block in decoder.blocks:
+        block.lay_together()
+    return decoder
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), (torch.bfloat16, 0.05)])
+def test_launches_that_are_spared_change_nothing(dtype, tolerance):
+    decoder, tokens_GL, audio_BTD = small().to(dtype), torch.randint(0, 50_000, (4, 12)), torch.randn(2, 9, 32)
+
+    def states():
+        return decoder(tokens_GL, decoder.listen(audio_BTD.to(dtype), positions=12)).detach()
+
+    weights = {name: value.clone() for name, value in decoder.state_dict().items()}
+    expected = states()
+    with torch.no_grad():
+        apart = states()
+        together(decoder)
+        found = states()
+    torch.testing.assert_close((apart, found), (expected, expected), rtol=0, atol=tolerance)
+    torch.testing.assert_close(dict(decoder.state_dict()), weights, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_of_weights_that_lay_together_those_given_later_count():
+    decoder, other = together(small()), small()
+    for value in other.parameters():
+        value += 0.1 * torch.randn_like(value)
+    decoder.load_state_dict(other.state_dict(), assign=True)
+    tokens_GL, audio_BTD = torch.randint(0, 50_000, (4, 12)), torch.randn(2, 9, 32)
+    expected, found = (each(tokens_GL, each.listen(audio_BTD, positions=12)) for each in (other, decoder))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_weights_that_lie_together_learn():
+    decoder = together(small()).requires_grad_(True)
+    memory = decoder.listen(torch.randn(2, 9, 32), positions=12)
+    decoder(torch.randint(0, 50_000, (2, 12)), memory).sum().backward()
+    assert [name for name, value in decoder.named_parameters() if value.grad is None] == ["head.weight"]
+
+
 def test_positions_matter_on_the_text_side_and_not_on_the_audio_side():
     decoder = small()
     audio, tokens = torch.randn(1, 20, 32), torch.randint(0, 50_000, (1, 16))

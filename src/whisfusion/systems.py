@@ -80,6 +80,10 @@ class DiffusionSystem:
         self.default = model.generation
         self.times_words = model.config.decoder.adapter > 0
         self._engine = engine
+        if engine is None and self._device.type == "cuda":
+            # What the plain path takes is mostly launches. On a CPU there is nothing to gain.
+            for block in model.decoder.blocks:
+                block.lay_together()
         self._rerank: WhisperRerank | None = None
         self._heads: dict[str | None, Head] = {}
 
@@ -276,17 +280,18 @@ class DiffusionSystem:
     ) -> tuple[DecoderPredictor, list[int]]:
         canvas = self.model.config.decoder.canvas
         canvas_B = [canvas.positions(window.seconds) for window in batch]
+        # Where all are of one length, none has to be told its own: uploading it would be waited for.
+        own_B = torch.tensor(canvas_B, device=self._device) if min(canvas_B) < max(canvas_B) else None
         with torch.no_grad():
             memory = self.model.decoder.listen(
                 audio_BTD,
                 heard_BT,
                 positions=max(canvas_B),
-                canvas_B=torch.tensor(canvas_B, device=self._device),
+                canvas_B=own_B,
             )
         canvas_BL = None
-        if min(canvas_B) < max(canvas_B):
-            position_L = torch.arange(max(canvas_B), device=self._device)
-            canvas_BL = position_L < torch.tensor(canvas_B, device=self._device)[:, None]
+        if own_B is not None:
+            canvas_BL = torch.arange(max(canvas_B), device=self._device) < own_B[:, None]
         return DecoderPredictor(self.model.decoder, memory, canvas_BL, self.model.decoder.logits), canvas_B
 
     def _vocabulary(self, languages: Sequence[str]) -> tuple[Columns, Head]:

@@ -58,9 +58,11 @@ class Vocabulary(Mapping[str, Tensor]):
         Where the languages differ the columns are all ids, some of them not allowed: an utterance is written as if it
         were alone, as its own ids keep their order.
         """
+        if not self:
+            return Columns.all(device)
         every_V = torch.arange(SAMPLEABLE)
         lists = {language: self._ids.get(language, every_V) for language in languages}
-        if len(lists) == 1 or not self:
+        if len(lists) == 1:
             return Columns(lists[languages[0]].to(device))
         allowed = {language: torch.isin(every_V, listed) for language, listed in lists.items()}
         return Columns(every_V.to(device), torch.stack([allowed[language] for language in languages]).to(device))

@@ -4,7 +4,6 @@ Letters: B windows, K candidates, G = B * K sequences, L canvas positions, T aud
 rows, V vocabulary, X lists of tokens, P prompt, M choices.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,13 +110,8 @@ class States:
         config = self._decoder.config
         if config.block != "paper":
             return None
-        return _angles(positions, config.width // config.heads, config.rope_base, self._decoder.embed.weight.device)
-
-
-@functools.cache
-def _angles(positions: int, head_width: int, base: float, device: torch.device) -> Rotation:
-    """Made once, and not again with every replay of a graph."""
-    return Rotation.of(positions, head_width, base, device)
+        head_width = config.width // config.heads
+        return Rotation.of(positions, head_width, config.rope_base, self._decoder.embed.weight.device)
 
 
 class Writer:
