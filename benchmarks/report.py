@@ -131,8 +131,8 @@ N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
 
 REPAIR = """## What each part of repair brings
 
-On the dev sets, {note}: the error of what MBR chose, and of the text that repair made of it with all that it knows, without the
-language's words, without its trigrams, and without either. Made by `{command}`.
+On the dev sets, {note}: the error of what MBR chose, and of the text that repair made of it with all that it knows,
+without the language's words, without its trigrams, and without either. Made by `{command}`.
 
 | model | set | clips | as drawn | repaired | without words | without trigrams | without either |
 |---|---|---|---|---|---|---|---|
