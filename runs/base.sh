@@ -57,20 +57,20 @@ train() { # folder, the model that it ends with, recipe, more
     [ -e "$model" ]
 }
 # One command, so that the spectrograms are made once.
-train stages stages/3-base_stage2/model base_hearing --steps "$hearing" \
-    --then "base_stage1 --steps $stage1" --then "base_stage2 --steps $stage2"
-train stage2_uniform stage2_uniform/model base_stage2_uniform --init_from stages/2-base_stage1/model --steps "$stage2"
+train stages stages/4-base_stage2_uniform/model base_hearing --steps "$hearing" \
+    --then "base_stage1 --steps $stage1" --then "base_stage2 --steps $stage2" \
+    --then "base_stage2_uniform --steps $stage2 --init_from 2-base_stage1"
 
 if [ ! -e base ]; then
     whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
     whisfusion detector stages/3-base_stage2/model --data "$speech"/train/*.jsonl synthetic/*/*.jsonl --hidden 128 --clips 24000 --passes 10
     whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
-for run in stages/2-base_stage1/model stage2_uniform/model base; do
+for run in stages/{2-base_stage1,4-base_stage2_uniform}/model base; do
     name=$(basename "${run%/model}")
     for set in "$speech"/test/*.jsonl; do
         for steps in 1 2 3; do
-            file=hypotheses/${name#2-base_}/$(basename "$set" .jsonl)-n$steps.jsonl
+            file=hypotheses/${name#?-base_}/$(basename "$set" .jsonl)-n$steps.jsonl
             mkdir -p "$(dirname "$file")"
             [ -e "$file" ] || whisfusion evaluate "$run" --data "$set" --out "$file" -k 5 -n $steps --batch_size 64
         done

@@ -1,6 +1,7 @@
 """Stages in one command: each from the model of the one before, nothing made twice, and resumed where it stopped."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from test_train_resume import stop_at
 
 from whisfusion import checkpoint
 from whisfusion.errors import OptionError
-from whisfusion.train import launch, main
+from whisfusion.train import TrainArgs, launch, main
 from whisfusion.train.dev import DevSet
 from whisfusion.train.loop import Run
 from whisfusion.train.overrides import on_top
@@ -60,6 +61,21 @@ def test_stages_are_runs_one_after_another(tmp_path, made):
         assert all(torch.equal(value, other[key]) for key, value in one.items())
         log, log2 = ((folder / "dev.csv").read_text() for folder in (run, tmp_path / "all" / name))
         assert log == log2
+
+
+def test_a_stage_can_start_from_an_earlier_one(tmp_path):
+    control = Stage("tiny", {"steps": "4"}, "1-tiny")
+    branched = replace(three_stages(tmp_path / "all"), then=(THEN[0], control))
+    assert main(branched)
+    second, third = (weights(tmp_path / "all" / name / "model") for name in ("2-tiny", "3-tiny"))
+    assert all(torch.equal(value, third[key]) for key, value in second.items())
+    # One that is resumed knows where it was to start.
+    shutil.rmtree(tmp_path / "all" / "3-tiny")
+    assert main(TrainArgs(out=tmp_path / "all", resume=True))
+    again = weights(tmp_path / "all" / "3-tiny" / "model")
+    assert all(torch.equal(value, again[key]) for key, value in third.items())
+    with pytest.raises(OptionError, match="2-tiny: --init_from 3-tiny is no stage before it: choose one of 1-tiny"):
+        prepare_stages(replace(branched, out=tmp_path / "x", then=(Stage("tiny", {"steps": "4"}, "3-tiny"),)))
 
 
 def test_what_stages_do_not_agree_on_is_made_anew(tmp_path, made):

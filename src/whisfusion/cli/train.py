@@ -57,7 +57,8 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="STAGE",
-        help='a run that follows, from the model of the one before: "RECIPE --steps 5000"; may be repeated',
+        help='a run that follows, from the model of the one before: "RECIPE --steps 5000"; may be repeated; '
+        "with --init_from 2-base_stage1 in it from the model of that stage",
     )
     parser.add_argument("--dry_run", action="store_true", help="tell what would be done, and train nothing")
     parser.add_argument("--settings", action="store_true", help="list every field of the recipe, and its value")
@@ -103,7 +104,8 @@ def _stage(text: str) -> "Stage":
         raise OptionError(f"--then {text!r} must be a recipe and its options: 'base_stage1 --steps 5000'") from None
     if recipe.startswith("-"):
         raise OptionError(f"--then {text!r} must begin with the name of a recipe")
-    return Stage(recipe, pairs([underscored(word) for word in words]))
+    settings = pairs([underscored(word) for word in words])
+    return Stage(recipe, settings, settings.pop("init_from", None))
 
 
 def pairs(words: Sequence[str]) -> dict[str, str]:

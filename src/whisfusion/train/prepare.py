@@ -58,6 +58,8 @@ class Stage:
     """A name in `RECIPES`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Fields of the recipe by name, on top of those that all stages have."""
+    init_from: str | None = None
+    """The folder of the stage whose model it starts from, such as "2-base_stage1"; None for the one before."""
 
 
 @dataclass(frozen=True)

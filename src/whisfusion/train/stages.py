@@ -1,4 +1,4 @@
-"""Several runs one after another, each from the model of the one before: what `--then` asks for.
+"""Several runs one after another, each from the model of the one before or of an earlier one: what `--then` asks for.
 
 The folder of such a run has stages.json and a folder for each stage, which is a run like any other: 1-base_hearing,
 2-base_stage1, ...
@@ -56,18 +56,26 @@ def prepare_stages(args: TrainArgs) -> tuple[list[Job], Plan | None]:
     jobs: list[Job] = []
     names: list[str] = []
     found: dict[str, list[str]] = {}
-    corpus, before, init_from = Corpus(), None, plan.init_from
+    corpus = Corpus()
+    made: dict[str, Job | None] = {}
+    """Runs that make a model for others, by folder; None where the model is there."""
     for number, stage in enumerate(plan.stages, start=1):
         out = folder / f"{number}-{stage.recipe}"
+        after = stage.init_from or next(reversed(made), None)
+        job = None
         if not (args.resume and (out / "model").exists()):
-            asked = replace(args, data=plan.data, dev=plan.dev, out=out, init_from=init_from, then=())
             problems: list[str] = []
-            before = prepare_one(_for_stage(asked, stage, problems), corpus, problems, before)
-            jobs.append(replace(before, home=folder))
+            if after is not None and after not in made:
+                problems.append(f"--init_from {after} is no stage before it: choose one of {', '.join(made)}")
+                after = next(reversed(made), None)
+            start = plan.init_from if after is None else os.path.abspath(folder / after / "model")
+            asked = replace(args, data=plan.data, dev=plan.dev, out=out, init_from=start, then=())
+            job = prepare_one(_for_stage(asked, stage, problems), corpus, problems, made[after] if after else None)
+            jobs.append(replace(job, home=folder))
             names.append(out.name)
             for problem in problems:
                 found.setdefault(problem, []).append(out.name)
-        init_from = os.path.abspath(out / "model")
+        made[out.name] = job
     problems = [] if args.resume or args.dry_run else taken(folder)
     for problem, where in found.items():
         problems.append(problem if where == names else f"{', '.join(where)}: {problem}")
@@ -87,7 +95,7 @@ def write_plan(plan: Plan, folder: Path) -> None:
 def _new_plan(args: TrainArgs, folder: Path) -> Plan:
     if args.resume:
         raise OptionError(f"there is no run of several stages to resume in {folder}: leave out --resume, or --then")
-    later = (Stage(stage.recipe, on_top(args.settings, stage.settings)) for stage in args.then)
+    later = (replace(stage, settings=on_top(args.settings, stage.settings)) for stage in args.then)
     return Plan(
         data=tuple(os.path.abspath(path) for path in args.data),
         dev=tuple(os.path.abspath(path) for path in args.dev),
@@ -106,7 +114,7 @@ def _read_plan(args: TrainArgs, folder: Path) -> Plan:
             data=tuple(os.path.abspath(path) for path in args.data or described["data"]),
             dev=tuple(os.path.abspath(path) for path in args.dev or described["dev"]),
             init_from=described["init_from"],
-            stages=tuple(Stage(stage["recipe"], stage["settings"]) for stage in described["stages"]),
+            stages=tuple(Stage(s["recipe"], s["settings"], s.get("init_from")) for s in described["stages"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"there is no run to resume in {folder}: {STAGES_FILE} cannot be read ({error})") from None
