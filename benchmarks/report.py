@@ -223,6 +223,18 @@ says what each row is.
 {rows}
 """
 
+STAGES = """## What the second stage does
+
+The second stage (t ~ U(0.7, 1)) and its control (t ~ U(0, 1)), both from the same first stage and equally long: {note}
+K = {candidates}, trajectory 1, 0.9, 0.8 from its start, {remask} remasking, temperature {temperature}, MBR, as drawn
+(without repair), on one {device}; 95 % intervals. Made by `{command}`; the hypotheses with all candidates are in
+`benchmarks/results/stages`.
+
+| set | model | {header} |
+|---|---|{dashes}
+{rows}
+"""
+
 TARGETS = {
     ("eager", 1, 5, 192, 30, False): 50.0,
     ("graph", 1, 5, 192, 30, False): 14.7,
@@ -493,6 +505,32 @@ def ablations() -> list[str]:
     ]
 
 
+def stages() -> list[str]:
+    """Nothing until they have been measured."""
+    if not (RESULTS / "stages/result.json").exists():
+        return []
+    result = read("stages/result.json")
+    found = {(row["dataset"], row["model"], row["n"]): row for row in result["rows"]}
+    steps = sorted({n for _, _, n in found})
+    rows = []
+    for dataset, model in dict.fromkeys((dataset, model) for dataset, model, _ in sorted(found)):
+        of = [found[dataset, model, n] for n in steps]
+        cells = [f"{row['percent']:.2f} ({row['low']:.1f} to {row['high']:.1f})" for row in of]
+        rows.append(f"| {dataset} ({of[0]['measure'].upper()}) | `{model}` | {' | '.join(cells)} |")
+    decoding = next(iter(result["runs"].values()))["decoding"]
+    return [
+        STAGES.format(
+            note=result["note"],
+            device=result["machine"]["device_name"],
+            command=result["command"],
+            header=" | ".join(f"N = {n}" for n in steps),
+            dashes="---|" * len(steps),
+            rows="\n".join(rows),
+            **{name: decoding[name] for name in ("candidates", "remask", "temperature")},
+        )
+    ]
+
+
 def model() -> str:
     scores, training = read("base/scores.json"), read("base/result.json")
 
@@ -570,6 +608,7 @@ def render() -> str:
             HEAD,
             model(),
             *repair(),
+            *stages(),
             *words(),
             *spelling(),
             cpu(),

@@ -66,13 +66,15 @@ if [ ! -e base ]; then
     whisfusion detector stages/3-base_stage2/model --data "$speech"/train/*.jsonl synthetic/*/*.jsonl --hidden 128 --clips 24000 --passes 10
     whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
 fi
-for run in stages/{2-base_stage1,4-base_stage2_uniform}/model base; do
-    name=$(basename "${run%/model}")
+# As the paper draws: benchmarks/stages.py makes a table of it.
+trajectories=("" 1 1,0.9 1,0.9,0.8)
+for run in stages/{2-base_stage1,3-base_stage2,4-base_stage2_uniform}/model; do
     for set in "$speech"/test/*.jsonl; do
         for steps in 1 2 3; do
-            file=hypotheses/${name#?-base_}/$(basename "$set" .jsonl)-n$steps.jsonl
+            file=hypotheses/$(basename "${run%/model}")/n$steps/$(basename "$set")
             mkdir -p "$(dirname "$file")"
-            [ -e "$file" ] || whisfusion evaluate "$run" --data "$set" --out "$file" -k 5 -n $steps --batch_size 64
+            whisfusion evaluate "$run" --data "$set" --out "$file" --resume -k 5 -n $steps --trajectory "${trajectories[steps]}" \
+                --temperature 0.1 --remask random --no_repair --batch_size 64
         done
     done
 done
