@@ -1,7 +1,7 @@
 """whisfusion vocabulary: the tokens and words that a model's languages use."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from whisfusion.cli.parser import Arguments, Commands, checked
@@ -11,6 +11,7 @@ _EXAMPLES = """\
 examples:
   whisfusion vocabulary my-model --data train/*.jsonl
   whisfusion vocabulary my-model --text en=sentences.txt --text de=saetze.txt.xz --least 2 --check dev/*.jsonl
+  whisfusion vocabulary my-model --text en=sentences.txt --words en=/usr/share/dict/american-english-large
 """
 
 
@@ -38,6 +39,13 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="LANGUAGE=FILE",
         help="one sentence a line, .xz too; may be given several times",
+    )
+    parser.add_argument(
+        "--words",
+        action="append",
+        default=[],
+        metavar="LANGUAGE=FILE",
+        help="words that the language has beside those of its text, one a line: a spelling dictionary",
     )
     for name, thing in (("--least", "token"), ("--least_words", "word")):
         parser.add_argument(
@@ -79,6 +87,8 @@ def run(arguments: Arguments) -> int:
     others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
     words = {language: word_list(own, language, least=arguments.least_words) for language, own in texts.items()}
+    for language, word in _lines("--words", arguments.words):
+        words.setdefault(language, []).extend(word_list([word], language))
     lexicon = Lexicon.of({language: own for language, own in words.items() if own})
     trigrams = {language: Trigrams.count(map(get_tokenizer().encode, own)) for language, own in texts.items()}
     checkpoint.add(arguments.folder, vocabulary=vocabulary, lexicon=lexicon, grammar=Grammar.of(trigrams))
@@ -96,15 +106,21 @@ def run(arguments: Arguments) -> int:
 def _texts(arguments: Arguments) -> Iterator[tuple[str, str]]:
     """Every sentence with its language."""
     from whisfusion.data.manifest import read_manifest
-    from whisfusion.data.sentences import read_sentences
-    from whisfusion.tokenizer import canonical_language
 
     if arguments.data:
         for utterance in read_manifest(*arguments.data):
             yield utterance.language, utterance.text
-    for given in arguments.text:
+    yield from _lines("--text", arguments.text)
+
+
+def _lines(option: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Every line of the files of an option, with its language."""
+    from whisfusion.data.sentences import read_sentences
+    from whisfusion.tokenizer import canonical_language
+
+    for given in values:
         language, separator, path = given.partition("=")
         if not separator:
-            raise OptionError(f"--text takes LANGUAGE=FILE, such as en=sentences.txt, not {given!r}")
+            raise OptionError(f"{option} takes LANGUAGE=FILE, such as en=sentences.txt, not {given!r}")
         code = canonical_language(language)
-        yield from ((code, sentence) for sentence in read_sentences([path]))
+        yield from ((code, line) for line in read_sentences([path]))
