@@ -223,6 +223,16 @@ says what each row is.
 {rows}
 """
 
+LOOKS = """## What a second look brings
+
+{note}: the error with repair alone, and with one look at what was mended (the default) and repair again. Made by
+`{command}`.
+
+| set | clips | as drawn | no look | 95 % | one look | 95 % |
+|---|---|---|---|---|---|---|
+{rows}
+"""
+
 STAGES = """## What the second stage does
 
 The second stage (t ~ U(0.7, 1)) and its control (t ~ U(0, 1)), both from the same first stage and equally long: {note}
@@ -505,6 +515,19 @@ def ablations() -> list[str]:
     ]
 
 
+def looks() -> str:
+    """What a second look at the repaired text brings."""
+    result = read("looks.json")
+    found = {(row["set"], row["looks"]): row for row in result["rows"]}
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
+        of = [found[name, looks] for looks in (0, 1)]
+        cells = [f"{row['percent']:.2f} % | {row['low']:.2f} to {row['high']:.2f}" for row in of]
+        measure = of[0]["measure"].upper()
+        rows.append(f"| {name} ({measure}) | {of[0]['utterances']} | {of[0]['drawn']:.2f} % | {' | '.join(cells)} |")
+    return LOOKS.format(note=result["note"], command=result["command"], rows="\n".join(rows))
+
+
 def stages() -> list[str]:
     """Nothing until they have been measured."""
     if not (RESULTS / "stages/result.json").exists():
@@ -608,6 +631,7 @@ def render() -> str:
             HEAD,
             model(),
             *repair(),
+            looks(),
             *stages(),
             *words(),
             *spelling(),

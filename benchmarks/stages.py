@@ -33,6 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--note", default="", help="how the stages were trained")
+    parser.add_argument("--command", default=COMMAND, help="what to say that made it")
     return parser.parse_args(argv)
 
 
@@ -79,14 +80,14 @@ def rows_of(file: Path, utterances: list[Utterance]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.work is not None:
-        how = {"note": args.note, **keep(args.work, args.out)}
+        how = {"note": args.note, **keep(args.work, args.out), "command": args.command}
     else:
         before = json.loads((args.out / "result.json").read_text("utf-8"))
-        how = {key: before[key] for key in ("note", "runs", "machine", "versions", "seed")}
+        how = {key: before[key] for key in ("note", "runs", "machine", "versions", "seed", "command")}
     utterances = read_manifest(*args.data)
     files = sorted((args.out / "hypotheses").glob("*.jsonl.xz"))
     rows = [row for file in files for row in rows_of(file, utterances)]
-    result = {"benchmark": "stages", "rows": rows, **how, "command": COMMAND}
+    result = {"benchmark": "stages", "rows": rows, **how}
     (args.out / "result.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", "utf-8")
     cells = [
         (row["model"], str(row["n"]), row["dataset"], f"{row['percent']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
