@@ -212,7 +212,7 @@ def chosen(*words: str) -> dict:
 def test_presets_and_single_options():
     rest = {"seed": 0, "batch_size": 16}
     assert chosen() == rest
-    assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0} | rest
+    assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0, "looks": 0} | rest
     assert chosen("--no_repair") == {"repair": False} | rest
     assert chosen("--looks", "2") == {"looks": 2} | rest
     assert chosen("--accurate", "-k", "7") == {"candidates": 7, "steps": 5} | rest

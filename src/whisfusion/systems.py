@@ -102,8 +102,8 @@ class DiffusionSystem:
         if language is not None and language not in config.languages:
             raise LanguageError(f"this model was not trained on {language!r}, only on {', '.join(config.languages)}")
         self._selector(options)
-        mends = self._repairs(options)
-        if options.looks < 0 or (options.looks and not mends):
+        options = self._settled(options)
+        if options.looks and (options.looks < 0 or not options.repair):
             raise OptionError("looks must be 0, or more where a model with an adapter repairs")
         if options.words and not self.times_words:
             raise OptionError("words are timed by a model with an adapter: leave out word_timestamps")
@@ -120,11 +120,12 @@ class DiffusionSystem:
         self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> Callable[[], list[Heard]]:
         """With an engine, selection of one batch on the CPU goes on while the GPU decodes the next."""
+        options = self._settled(options)
         if self._engine is None:
             heard = [one for part in self._parts(batch) for one in self.recognise(part, options, timings)]
             return lambda: heard
         scorer = self._reranker().decoder if options.selection == "rerank" else None
-        wait = self._engine.start(batch, replace(options, repair=self._repairs(options)), scorer)
+        wait = self._engine.start(batch, options, scorer)
         return lambda: self._finish(wait(timings), batch, options, timings)
 
     def _parts(self, batch: Sequence[Window]) -> list[Sequence[Window]]:
@@ -183,11 +184,11 @@ class DiffusionSystem:
             options.pdd,
             columns=columns,
             trace=options.trace,
-            choices=CHOICES * self._repairs(options),
+            choices=CHOICES * bool(options.repair),
         )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
-        spells = options.selection == "spelling" or options.words or self._repairs(options)
+        spells = options.selection == "spelling" or options.words or options.repair
         bytes_B = predictor.memory.own_bytes() if spells else [None] * len(batch)
         thoughts_B = _own(decoded.thoughts, canvas_B)
         pools = [
@@ -219,8 +220,8 @@ class DiffusionSystem:
     ) -> list[Heard]:
         selections = self._selector(options)(pools)
         chosen = [pool.candidates[selection.index] for pool, selection in zip(pools, selections, strict=True)]
-        if self._repairs(options):
-            texts = self._repair(pools, chosen, look, options.looks)
+        if options.repair:
+            texts = self._repair(pools, chosen, look, options.looks or 0)
         else:
             texts = [candidate.tokens for candidate in chosen]
         traces = [
@@ -381,13 +382,15 @@ class DiffusionSystem:
             raise OptionError("selection by spelling needs a model with an adapter: choose mbr")
         return simple[options.selection]()
 
-    def _repairs(self, options: DecodingOptions) -> bool:
-        """Whether chosen candidates are to be mended."""
-        can = self.model.config.decoder.adapter > 0
-        if options.repair and not can:
+    def _settled(self, options: DecodingOptions) -> DecodingOptions:
+        """What was left to the model: where it can, chosen candidates are mended, and what was mended is looked at."""
+        can, repair, looks = self.model.config.decoder.adapter > 0, options.repair, options.looks
+        if repair and not can:
             raise OptionError("repair needs a model with an adapter")
-        # What the oracle chooses is a bound on choosing, not a transcript.
-        return can and options.selection != "oracle" if options.repair is None else options.repair
+        if repair is None:
+            # What the oracle chooses is a bound on choosing, not a transcript.
+            repair = can and options.selection != "oracle"
+        return replace(options, repair=repair, looks=int(repair) if looks is None else looks)
 
     def _reranker(self) -> WhisperRerank:
         """Whisper's decoder, read from the cache on first use."""

@@ -135,8 +135,8 @@ class DecodingOptions:
     trace: bool = False
     repair: bool | None = None
     """Whether the chosen candidate is mended; None where the model can, but for the oracle."""
-    looks: int = 0
-    """How often the decoder looks at what was mended, for it to be mended again."""
+    looks: int | None = None
+    """How often the decoder looks at what was mended, for it to be mended again; None: once where it is mended."""
     words: bool = False
     """Whether words are timed."""
 
@@ -178,7 +178,7 @@ class TranscribeOptions(TypedDict, total=False):
     remask: Literal["random", "confidence"] | None
     selection: SelectionName
     repair: bool | None
-    looks: int
+    looks: int | None
     word_timestamps: bool
     reference: str | Sequence[str] | None
     seed: int
@@ -216,7 +216,7 @@ class Transcriber:
         repair: whether the chosen candidate is mended where decoder and adapter's CTC find other words likelier; None
             where the model can.
         looks: how often the decoder looks at what was mended, both neighbours of each token in sight, for it to be
-            mended again: a little better, and slower.
+            mended again; None: once where it is mended.
         word_timestamps: tell when each word was said, in the segments' `words`; for models with an adapter, whose CTC
             hears where letters are.
         reference: the true transcript or transcripts, for the oracle alone.
@@ -244,7 +244,7 @@ class Transcriber:
         remask: Literal["random", "confidence"] | None = None,
         selection: SelectionName = "mbr",
         repair: bool | None = None,
-        looks: int = 0,
+        looks: int | None = None,
         word_timestamps: bool = False,
         reference: str | Sequence[str] | None = None,
         seed: int = 0,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from whisfusion.transcriber import Transcriber
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"candidates": 1, "steps": 2, "temperature": 0.0},
+    "fast": {"candidates": 1, "steps": 2, "temperature": 0.0, "looks": 0},
     "accurate": {"candidates": 15, "steps": 5},
 }
 _PDD = ("candidates", "steps", "trajectory", "temperature", "remask")
@@ -77,7 +77,7 @@ def add_decoding_options(parser: Parser) -> None:
         "--looks",
         type=checked(int, lambda looks: looks >= 0, "at least 0"),
         metavar="L",
-        help="look at the repaired text and repair it again, so many times (default 0)",
+        help="look at the repaired text and repair it again, so many times (default 1)",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws other candidates (default 0)"
