@@ -25,9 +25,6 @@ _LETTERS_WRONG = 3
 """One in so many letters may be wrong."""
 
 
-_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
-
-
 class WordList:
     """The words of one language, in lower case."""
 
@@ -59,18 +56,22 @@ class WordList:
         except ImportError:  # a machine with a bare Python: repair does without words
             return ()
         most = max(1, len(heard) // _LETTERS_WRONG)
-        words, letters_N = self._around(len(heard))
-        # An edit takes one letter away and brings one at most: the others need no closer look.
-        places = np.flatnonzero(_bits(letters_N ^ _letters(heard)) <= 2 * most).tolist()
-        possible = [words[place] for place in places]
+        words_N, letters_N, longer_N = self._around(len(heard))
+        # An edit takes one letter away and brings one at most, and one that changes the length does only one of both:
+        # the others need no closer look.
+        near_N = np.bitwise_count(letters_N ^ np.uint32(_letters(heard))) <= 2 * most - longer_N
+        possible = words_N[near_N].tolist()
         found = process.extract(heard, possible, scorer=Levenshtein.distance, limit=_MOST, score_cutoff=most)
-        return tuple(possible[place] for _, _, place in found)
+        return tuple(word for word, _, _ in found)
 
-    def _of_length_near(self, length: int) -> tuple[list[str], np.ndarray]:
-        """The words that may be meant by something of this length, and which letters each has."""
+    def _of_length_near(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The words that may be meant by something of this length, which letters each has, and by how many letters it
+        is longer or shorter.
+        """
         around = range(max(2, length - _LONGER), length + _LONGER + 1)
         words = [word for near in around for word in self._by_length.get(near, ())]
-        return words, np.array([_letters(word) for word in words], dtype=np.uint32)
+        longer_N = np.array([abs(len(word) - length) for word in words], dtype=np.int8)
+        return np.array(words, dtype=object), np.array([_letters(word) for word in words], dtype=np.uint32), longer_N
 
 
 class Lexicon(Mapping[str, WordList]):
@@ -112,11 +113,6 @@ class Lexicon(Mapping[str, WordList]):
 def _letters(word: str) -> int:
     """A bit for each letter of a word; letters that are far apart may share one."""
     return functools.reduce(lambda bits, letter: bits | 1 << ord(letter) % 32, word, 0)
-
-
-def _bits(numbers_N: np.ndarray) -> np.ndarray:
-    """How many bits of each 32-bit number are set."""
-    return _BITS[numbers_N & 0xFFFF] + _BITS[numbers_N >> 16]
 
 
 def _shortened(words: Iterable[str]) -> bytes:
