@@ -95,7 +95,7 @@ Its training, {model_step:,} steps of {step_seconds:,.0f} s of speech at {ms_per
 """
 
 GREEDY = """
-One look at the audio (`-k 1 -n 1 --temperature 0`: K = 1, N = 1, greedy), on a CPU:
+One look at the audio (`-k 1 -n 1 --temperature 0 --looks 0`: K = 1, N = 1, greedy), then repair, on a CPU:
 
 | set | clips | error | 95 % | as drawn | 95 % |
 |---|---|---|---|---|---|

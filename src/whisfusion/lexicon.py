@@ -60,9 +60,9 @@ class WordList:
         # An edit takes one letter away and brings one at most, and one that changes the length does only one of both:
         # the others need no closer look.
         near_N = np.bitwise_count(letters_N ^ np.uint32(_letters(heard))) <= 2 * most - longer_N
-        possible = words_N[near_N].tolist()
+        possible: list[str] = words_N[near_N].tolist()
         found = process.extract(heard, possible, scorer=Levenshtein.distance, limit=_MOST, score_cutoff=most)
-        return tuple(word for word, _, _ in found)
+        return tuple(possible[place] for _, _, place in found)
 
     def _of_length_near(self, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The words that may be meant by something of this length, which letters each has, and by how many letters it
