@@ -57,18 +57,15 @@ def keep(work: Path, out: Path) -> dict[str, Any]:
 
 def rows_of(file: Path, utterances: list[Utterance]) -> list[dict[str, Any]]:
     model, _, steps = file.name.removesuffix(".jsonl.xz").rpartition("-n")
-    # Most of the time goes into what is not shown here: two hundred draws tell an interval well enough.
-    scores = score(read_hypotheses(file), utterances, ScoreOptions(resamples=200)).scores
+    scores = score(read_hypotheses(file), utterances, ScoreOptions()).scores
     return [
         {
             "model": model,
             "n": int(steps),
             "dataset": part.dataset,
             "measure": part.measure,
-            **{
-                key: round(100 * value, 2)
-                for key, value in (("percent", part.selected.rate), ("low", part.selected.low))
-            },
+            "percent": round(100 * part.selected.rate, 2),
+            "low": round(100 * part.selected.low, 2),
             "high": round(100 * part.selected.high, 2),
             "oracle": None if part.oracle is None else round(100 * part.oracle, 2),
             "utterances": part.selected.utterances,

@@ -1,6 +1,8 @@
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,8 +14,19 @@ from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.pdd import PDDOptions
 
+ROOT = Path(__file__).parent.parent
 RATE = 16_000
 TINY_ENCODER = EncoderConfig(mels=80, width=64, layers=1, heads=1)
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """A script of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def save_random_model(folder: Path, config: checkpoint.ModelConfig) -> Path:

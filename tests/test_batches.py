@@ -1,26 +1,17 @@
 """benchmarks/batches.py on a tiny model."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import soundfile
-from conftest import RATE, hum
+from conftest import RATE, hum, load_benchmark
 
 from whisfusion.data.manifest import Utterance, write_manifest
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def batches():
-    spec = importlib.util.spec_from_file_location("batches", ROOT / "benchmarks" / "batches.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("batches")
 
 
 def test_the_first_size_is_what_others_are_compared_with(batches, tiny_model, tmp_path):

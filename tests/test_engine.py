@@ -237,6 +237,16 @@ def test_a_look_sees_the_same(name):
         torch.testing.assert_close(other.thoughts.logprobs, one.thoughts.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
+def test_what_is_mended_is_looked_at_once_by_default(monkeypatch):
+    plain, _ = both(make_model(MODELS["ours, adapter"]))
+    look, seen = plain.system._look, []
+    monkeypatch.setattr(plain.system, "_look", lambda *known: seen.append(known) or look(*known))
+    for options, times in (({}, 1), ({"looks": 2}, 2), ({"looks": 0}, 0), ({"repair": False}, 0)):
+        seen.clear()
+        plain.transcribe(CLIPS[0], language="en", **options)
+        assert len(seen) == times
+
+
 def test_looks_need_repair():
     plain, _ = both(make_model(MODELS["ours, adapter"]))
     for options in ({"looks": -1}, {"looks": 1, "repair": False}):

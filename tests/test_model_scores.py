@@ -1,28 +1,22 @@
 """benchmarks/model_scores.py on hypotheses made up here."""
 
-import importlib.util
 import json
 import lzma
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import load_benchmark
 
 from whisfusion.data.manifest import Utterance, write_manifest
 from whisfusion.evaluate.run import facts_path
 
-ROOT = Path(__file__).parent.parent
 SECRET = "unmistakable"
 
 
 @pytest.fixture(scope="module")
 def model_scores() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("model_scores", ROOT / "benchmarks" / "model_scores.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("model_scores")
 
 
 @pytest.fixture

@@ -1,27 +1,21 @@
 """benchmarks/stages.py on hypotheses made up here."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import load_benchmark
 
 from whisfusion.data.manifest import Utterance, write_manifest
 from whisfusion.evaluate.run import facts_path
 
-ROOT = Path(__file__).parent.parent
 SECRET = "unmistakable"
 
 
 @pytest.fixture(scope="module")
 def stages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stages", ROOT / "benchmarks" / "stages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("stages")
 
 
 def write_hypotheses(path: Path, text: str) -> None:

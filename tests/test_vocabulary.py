@@ -132,12 +132,16 @@ def test_the_command_takes_manifests_and_text(folder, tmp_path, make_manifest, c
     manifest = make_manifest("speech", [0.5], text="Good morning, everyone.")
     text = tmp_path / "saetze.txt"
     text.write_text("Guten Morgen allerseits.\nGuten Morgen.\n", encoding="utf-8")
-    assert main(["vocabulary", str(folder), "--data", str(manifest), "--text", f"de={text}"]) == 0
+    words = tmp_path / "dictionary"
+    words.write_text("morning\nXylophone\n", encoding="utf-8")
+    counted = ["--data", str(manifest), "--text", f"de={text}"]
+    assert main(["vocabulary", str(folder), *counted, "--words", f"en={words}"]) == 0
     assert "de  2" in capsys.readouterr().out
     model = load(folder, dtype=torch.float32)
     vocabulary, lexicon = model.vocabulary, model.lexicon
     assert lexicon is not None
     assert sorted(lexicon["de"]) == ["allerseits", "guten", "morgen"]
+    assert sorted(lexicon["en"]) == ["everyone", "good", "morning", "xylophone"]
     assert model.grammar is not None
     morning = get_tokenizer().encode("Guten Morgen")
     assert model.grammar["de"].gains(morning, [(1, 2, get_tokenizer().encode("everyone"))])[0] < 0
@@ -156,6 +160,7 @@ def test_the_command_takes_manifests_and_text(folder, tmp_path, make_manifest, c
     assert f"without {share:.2f} % of the tokens to check" in capsys.readouterr().out
     assert main(["vocabulary", str(folder)]) == 2
     assert main(["vocabulary", str(folder), "--text", str(text)]) == 2
+    assert main(["vocabulary", str(folder), "--text", f"en={text}", "--words", str(text)]) == 2
     assert main(["vocabulary", str(folder), "--text", f"fr={text}"]) == 2
     assert "does not know 'fr'" in capsys.readouterr().err
 

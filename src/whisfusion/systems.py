@@ -120,10 +120,10 @@ class DiffusionSystem:
         self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> Callable[[], list[Heard]]:
         """With an engine, selection of one batch on the CPU goes on while the GPU decodes the next."""
-        options = self._settled(options)
         if self._engine is None:
             heard = [one for part in self._parts(batch) for one in self.recognise(part, options, timings)]
             return lambda: heard
+        options = self._settled(options)
         scorer = self._reranker().decoder if options.selection == "rerank" else None
         wait = self._engine.start(batch, options, scorer)
         return lambda: self._finish(wait(timings), batch, options, timings)
@@ -166,6 +166,7 @@ class DiffusionSystem:
     @torch.inference_mode()
     def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
         """Encode, listen, decode K candidates in N steps, select."""
+        options = self._settled(options)
         watch = Stopwatch(timings, self._device)
         audio_BTD, heard_BT = self._encode(batch, watch)
         predictor, canvas_B = self._listen(batch, audio_BTD, heard_BT)
