@@ -25,6 +25,7 @@ READINGS = Readings(
     language=math.nan,
     ctc=0.0,
     placing=0.0,
+    consistency=0.0,
     gradient_norm=2.0,
     by_bin=(math.nan, *[0.5] * (BINS - 1)),
     utterances=64,

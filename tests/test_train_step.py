@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -6,12 +7,16 @@ import torch.nn.functional as F
 from small_run import small_recipe
 
 from whisfusion.data.batch import Batch, make_targets
+from whisfusion.diffusion import MaskRatios
 from whisfusion.encoder import audio_mask
 from whisfusion.errors import OptionError
+from whisfusion.memory import AudioMemory
 from whisfusion.tokenizer import MASK
 from whisfusion.train import schedule
 from whisfusion.train.config import Recipe
+from whisfusion.train.masking import mask_step
 from whisfusion.train.model import starting_point
+from whisfusion.train.objective import _of_two_draws
 from whisfusion.train.parallel import Ranks
 from whisfusion.train.trainer import Trainer, make_optimizer
 
@@ -200,6 +205,63 @@ def test_the_adapter_can_learn_alone():
     after = trainer.decoder.state_dict()
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert changed == {name for name in before if name.startswith("adapter.")}
+
+
+def test_two_draws_of_augmentation_come_to_spell_the_same():
+    recipe = {"decoder.adapter": "2", "decoder.stride": "2", "decoder.spells_every": "1", "learns": "adapter"}
+    recipe |= {
+        "spec_augment.spans": "2",
+        "spec_augment.span_share": "0.5",
+        "learning_rate": "3e-3",
+        "warmup_steps": "0",
+    }
+
+    def apart_after(weight: str) -> float:
+        torch.manual_seed(0)
+        trainer = trainer_of(small_recipe(**recipe, consistency_weight=weight))
+        batch = batch_of([0, 1, 3])
+        for _ in range(25):
+            trainer.skip_to(5)
+            trainer.step((batch,))
+            readings = trainer.read()
+        assert readings.ctc > 0
+        return readings.consistency
+
+    assert 0 < apart_after("30.0") < 0.5 * apart_after("1e-6")
+
+
+def test_the_consistency_loss_is_the_divergence_of_the_draws_a_letter():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 3, 8, 257, generator=generator)
+    heard_BT = torch.arange(8) < torch.tensor([8, 6, 4])[:, None]
+    memory = AudioMemory([], torch.cat((heard_BT, heard_BT)), bytes_BTV=torch.cat((one, other)))
+    (masked,) = mask_step(
+        [batch_of([0, 1, 3])],
+        MaskRatios(),
+        language_share=0.0,
+        draft_share=0.0,
+        own_share=0.0,
+        augment_numbers=0,
+        letters=True,
+        generator=generator,
+        device=CPU,
+    )
+    masked = dataclasses.replace(masked, letter_counts_B=torch.tensor([5, 2, 0]))
+    both, apart = _of_two_draws(memory, masked)
+    assert torch.equal(both.earlier[0], one)
+    assert both.bytes_BTV is not None
+    assert torch.equal(both.bytes_BTV, other)
+    p, q = one.softmax(-1), other.softmax(-1)
+    each_BT = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1)) / 2
+    # An utterance where nothing is said counts its frames instead of letters.
+    expected = sum(each_BT[row, :frames].sum() / terms for row, (frames, terms) in enumerate([(8, 5), (6, 2), (4, 4)]))
+    torch.testing.assert_close(apart, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"learns": "adapter"}])
+def test_consistency_is_of_draws_that_differ_and_of_what_learns_alone(settings):
+    with pytest.raises(OptionError, match="consistency_weight"):
+        small_recipe(consistency_weight="0.2", **{"decoder.adapter": "1"}, **settings)
 
 
 def test_there_must_be_an_adapter_to_learn_alone():

@@ -74,6 +74,9 @@ class Recipe:
     """Weight of the adapter's CTC loss, where the decoder has an adapter."""
     placing_weight: float = 0.0
     """Weight of how far the anchors' tokens are from where the adapter's CTC hears them."""
+    consistency_weight: float = 0.0
+    """Weight of how far what CTC spells is apart in two draws of augmentation (CR-CTC, where it is 0.2), each of which
+    is heard: for an adapter or a speller that learns alone."""
     language_share: float = 0.0
     """Share of the utterances whose language token is masked too, and predicted."""
     language_weight: float = 1.0
@@ -182,6 +185,10 @@ class Recipe:
             problems.append("learns 'speller' needs a model with an adapter")
         elif self.learns == "speller" and not self.decoder.speller:
             problems.append("learns 'speller' needs a decoder with a speller: give decoder.speller")
+        if self.consistency_weight and self.learns == "all":
+            problems.append("consistency_weight is for an adapter or a speller that learns alone: give learns")
+        if self.consistency_weight and not self.spec_augment.changes:
+            problems.append("consistency_weight needs draws of augmentation that differ: give spec_augment")
         if self.feeder == "features":
             problems += self._feature_problems()
         if self.feeder == "bank" and self.noise:
@@ -214,6 +221,7 @@ _LEAST = {
     "language_weight": 0,
     "ctc_weight": 0,
     "placing_weight": 0,
+    "consistency_weight": 0,
     "weight_decay": 0,
     "ema_ramp": 0,
     "seed": 0,

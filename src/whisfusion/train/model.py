@@ -67,6 +67,7 @@ def adopt(recipe: Recipe, model: str) -> Recipe:
         text_style=config.text_style,
         # It may lack the part that is to learn.
         learns="all",
+        consistency_weight=0.0,
         feeder="stream",
     )
     return follow(recipe, made)

@@ -41,6 +41,8 @@ class Terms:
     """Cross-entropy of what adapter and speller spell, a letter; the mean over the layers that spell."""
     placing: Tensor
     """How far, in tokens, the anchors are from where CTC hears the transcript's; where that is asked for."""
+    consistency: Tensor
+    """How far what is spelled of two draws of augmentation is apart, a letter; where that is asked for."""
     by_bin: Tensor
     """The first by bins of the mask ratio, without gradient."""
 
@@ -57,11 +59,13 @@ class Objective(nn.Module):
         label_smoothing: float = 0.0,
         languages: bool = False,
         placing: bool = False,
+        consistency: bool = False,
         compiled: bool = False,
     ) -> None:
         """`learns`: of an adapter or a speller the CTC is all there is to the loss. `adapted`: whether what is given is
         what the adapter hears, and not the encoder. `languages`: whether masked language tokens are predicted.
-        `placing`: whether CTC tells the anchors where tokens are. `compiled`: whether to fuse head and loss.
+        `placing`: whether CTC tells the anchors where tokens are. `consistency`: whether what is given are two draws of
+        augmentation, one after the other. `compiled`: whether to fuse head and loss.
         """
         super().__init__()
         self.decoder = decoder
@@ -70,6 +74,7 @@ class Objective(nn.Module):
         self.label_smoothing = label_smoothing
         self.languages = languages
         self.placing = placing
+        self.consistency = consistency
         self._losses = torch.compile(head_losses, dynamic=True) if compiled else head_losses
         self._likeliest = torch.compile(likeliest, dynamic=True) if compiled else likeliest
 
@@ -77,9 +82,15 @@ class Objective(nn.Module):
         """`heard_BT` is None where every audio position counts; `ahead` is the decoder's."""
         decoder, config = self.decoder, self.decoder.config
         if self.learns != "all":
-            ctc, _ = _spelling_loss(self._spelled(audio_BTD, heard_BT), masked, placing=False)
+            memory = self._spelled(audio_BTD, heard_BT)
+            apart = None
+            if self.consistency:
+                memory, apart = _of_two_draws(memory, masked)
+            ctc, _ = _spelling_loss(memory, masked, placing=False)
             nothing = torch.zeros_like(ctc)
-            return Terms(nothing, nothing, nothing, ctc, nothing, nothing.new_zeros(BINS))
+            return Terms(
+                nothing, nothing, nothing, ctc, nothing, nothing if apart is None else apart, nothing.new_zeros(BINS)
+            )
         memory = decoder.listen(audio_BTD, heard_BT, positions=masked.tokens_BL.shape[1], counts_B=masked.counts_B)
         # A canvas that is always full needs no mask, and attention without one is faster.
         canvas_BL = None if config.canvas.rule == "fixed" else masked.canvas_BL
@@ -104,7 +115,8 @@ class Objective(nn.Module):
                 placing = _placing_loss(memory, places_BT2, masked)
         shares_R = losses_R.detach() * masked.weights_R
         by_bin = losses_R.new_zeros(BINS).index_add(0, masked.bins_R, shares_R)
-        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, placing, by_bin)
+        nothing = torch.zeros_like(ctc)
+        return Terms(diffusion_loss(losses_R, masked.weights_R), quantity, language, ctc, placing, nothing, by_bin)
 
     def _spelled(self, audio_BTD: Tensor, heard_BT: Tensor | None) -> AudioMemory:
         """The spelling of the part that learns alone."""
@@ -153,8 +165,38 @@ def _spelling_loss(memory: AudioMemory, masked: Masked, *, placing: bool) -> tup
     else:
         losses = ctc_loss(*inputs)
     losses_B = losses.unflatten(0, (layers, -1)).mean(0)
+    return _a_letter(losses_B, frames_B, masked), None if places is None else places[-len(frames_B) :]
+
+
+def _a_letter(losses_B: Tensor, frames_B: Tensor, masked: Masked) -> Tensor:
+    """The sum over utterances of losses a letter; where nothing is said, a frame."""
     terms_B = torch.where(masked.letter_counts_B > 0, masked.letter_counts_B, frames_B.clamp(min=1))
-    return (losses_B / terms_B * masked.valid_B).sum(), None if places is None else places[-len(frames_B) :]
+    return (losses_B / terms_B * masked.valid_B).sum()
+
+
+def _of_two_draws(memory: AudioMemory, masked: Masked) -> tuple[AudioMemory, Tensor]:
+    """Utterances of whose 2 B the second half are the first ones in another draw of augmentation: what was spelled of B
+    of them, the other draw as if by more layers; and how far the draws are apart in it, frame by frame (CR-CTC).
+
+    Each draw is to come to where the other is, which does not move. It is the mean over the layers that spell.
+    """
+    assert memory.bytes_BTV is not None
+    draws = [spelled_BTV.chunk(2) for spelled_BTV in (*memory.earlier, memory.bytes_BTV)]
+    *earlier, last = [spelled_BTV for pair in draws for spelled_BTV in pair]
+    heard_BT = None if memory.heard_BT is None else memory.heard_BT.chunk(2)[0]
+    memory = AudioMemory([], heard_BT, bytes_BTV=last, earlier=tuple(earlier))
+    frames_B = memory.spelled_positions()
+    own_BT = torch.arange(last.shape[1], device=last.device) < frames_B[:, None]
+    apart = []
+    for pair in draws:
+        one_BTV, other_BTV = (spelled_BTV.log_softmax(-1, dtype=torch.float32) for spelled_BTV in pair)
+        apart_BT = _divergence(one_BTV, other_BTV.detach()) + _divergence(other_BTV, one_BTV.detach())
+        apart.append(_a_letter((apart_BT * own_BT).sum(1) / 2, frames_B, masked))
+    return memory, torch.stack(apart).mean(0)
+
+
+def _divergence(logp_BTV: Tensor, target_logp_BTV: Tensor) -> Tensor:
+    return F.kl_div(logp_BTV, target_logp_BTV, reduction="none", log_target=True).sum(-1)
 
 
 def _placing_loss(memory: AudioMemory, places_BT2: Tensor, masked: Masked) -> Tensor:

@@ -131,7 +131,19 @@ def trial_paper() -> Recipe:
 
 def base_hearing() -> Recipe:
     """What the bundled model's adapter learns before the decoder joins in: to spell, by CTC alone."""
-    return replace(base_stage1(), learns="adapter", ctc_weight=1.0, steps=8000, floor=0.05)
+    joint = base_stage1()
+    return replace(
+        joint,
+        learns="adapter",
+        # Every clip is heard twice in a step, each time with much of it blanked out, and is to be spelled alike.
+        consistency_weight=0.2,
+        spec_augment=replace(joint.spec_augment, spans=10, span_share=0.05),
+        sampler=replace(joint.sampler, seconds=1000),
+        ctc_weight=1.0,
+        fresh_rate=3.0,
+        steps=8000,
+        floor=0.05,
+    )
 
 
 def base_stage1() -> Recipe:
@@ -141,7 +153,7 @@ def base_stage1() -> Recipe:
         decoder=replace(trial().decoder, adapter=4, stride=2, reach=15, spells_every=2, drafts=True),
         # Two hundred hours are learned by heart after a few dozen times: no draw should sound like the last one.
         spec_augment=SpecAugment(
-            bands=2, band_bins=16, spans=3, span_frames=40, span_share=0.08, warp=0.08, tilt=6.0, mix=0.15
+            bands=2, band_bins=16, spans=6, span_frames=40, span_share=0.06, warp=0.08, tilt=6.0, mix=0.15
         ),
         text_style="written",
         filters=FilterOptions(),
@@ -153,8 +165,6 @@ def base_stage1() -> Recipe:
         language_share=0.1,
         steps=10_000,
         learning_rate=3e-4,
-        # The adapter has the furthest to go.
-        fresh_rate=3.0,
         warmup_steps=500,
         floor=0.1,
         eval_every=2000,

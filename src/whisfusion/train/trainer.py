@@ -45,6 +45,8 @@ class Readings:
     """The adapter's CTC loss a letter, the mean over the layers that spell; 0 without an adapter."""
     placing: float
     """How far the anchors are from where CTC hears the tokens, in tokens; 0 where that is not asked for."""
+    consistency: float
+    """How far what is spelled of two draws of augmentation is apart, a letter; 0 where that is not asked for."""
     gradient_norm: float
     """Mean over the steps, before clipping."""
     by_bin: tuple[float, ...]
@@ -81,6 +83,7 @@ class Trainer:
             label_smoothing=recipe.label_smoothing,
             languages=recipe.language_share > 0,
             placing=recipe.placing_weight > 0 and decoder.config.anchors,
+            consistency=recipe.consistency_weight > 0,
             compiled=recipe.compile,
         )
         shard(self.objective, ranks, recipe.precision)
@@ -90,7 +93,8 @@ class Trainer:
         self._graphs = recipe.graphs and ranks.world == 1 and ranks.device.type == "cuda"
         if self._graphs:
             self._work = Captured(self._compute, list(decoder.parameters()))
-        self._totals = torch.zeros(7 + 2 * BINS, device=ranks.device)
+        self._draws = 2 if recipe.consistency_weight else 1
+        self._totals = torch.zeros(8 + 2 * BINS, device=ranks.device)
         self._steps_read = 0
 
     def step(self, batches: Sequence[Batch]) -> None:
@@ -103,7 +107,7 @@ class Trainer:
             language_share=recipe.language_share,
             draft_share=recipe.draft_share,
             own_share=recipe.own_share,
-            augment_numbers=recipe.spec_augment.numbers,
+            augment_numbers=self._draws * recipe.spec_augment.numbers,
             letters=recipe.decoder.adapter > 0,
             generator=torch.Generator().manual_seed(mix(recipe.seed, number, "masks")),
             device=self.ranks.device,
@@ -146,7 +150,7 @@ class Trainer:
         totals = self._totals.clone()
         # The norm is already that of all ranks.
         totals[4] /= self.ranks.world
-        loss, quantity, language, languages, norm, ctc, placing, *bins = self.ranks.sum(totals).tolist()
+        loss, quantity, language, languages, norm, ctc, placing, apart, *bins = self.ranks.sum(totals).tolist()
         by_bin, counts = bins[:BINS], bins[BINS:]
         utterances, steps = sum(counts), self.step_number - self._steps_read
         self._totals.zero_()
@@ -157,6 +161,7 @@ class Trainer:
             language=_ratio(language, languages),
             ctc=_ratio(ctc, utterances),
             placing=_ratio(placing, utterances),
+            consistency=_ratio(apart, utterances),
             gradient_norm=_ratio(norm, steps),
             by_bin=tuple(_ratio(total, count) for total, count in zip(by_bin, counts, strict=True)),
             utterances=round(utterances),
@@ -179,13 +184,15 @@ class Trainer:
         """The device work of a micro-batch, from tensors to tensors, so that it can be captured."""
         recipe = self.recipe
         masked = Masked(**{field.name: inputs[field.name] for field in fields(Masked)})
-        audio_BTD, heard_BT = self.hear(inputs["mel_BMF"], inputs["frames_B"], masked.augment_BN)
+        # Draws of augmentation follow each other as if they were more utterances.
+        mel_BMF, frames_B = (torch.cat((inputs[name],) * self._draws) for name in ("mel_BMF", "frames_B"))
+        audio_BTD, heard_BT = self.hear(mel_BMF, frames_B, torch.cat(masked.augment_BN.chunk(self._draws, 1)))
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
             terms = self.objective(audio_BTD, heard_BT, masked, inputs.get("ahead"))
         # Sharding averages gradients over the ranks, so a sum over them takes their number as a factor.
         utterances, languages = (self.ranks.world / inputs["counts"].clamp(min=1)).unbind()
         loss = terms.diffusion + recipe.quantity_weight * terms.quantity + recipe.ctc_weight * terms.ctc
-        loss = loss + recipe.placing_weight * terms.placing
+        loss = loss + recipe.placing_weight * terms.placing + recipe.consistency_weight * terms.consistency
         loss = loss * utterances + recipe.language_weight * terms.language * languages
         loss.backward()
         return tuple(getattr(terms, field.name).detach() for field in fields(Terms))
@@ -194,9 +201,9 @@ class Trainer:
     def _add(self, terms: Terms, masked: Masked) -> None:
         self._totals[:3] += torch.stack((terms.diffusion, terms.quantity, terms.language))
         self._totals[3] += masked.language_masked_B.sum()
-        self._totals[5:7] += torch.stack((terms.ctc, terms.placing))
-        self._totals[7 : 7 + BINS] += terms.by_bin
-        self._totals[7 + BINS :] += masked.bin_counts
+        self._totals[5:8] += torch.stack((terms.ctc, terms.placing, terms.consistency))
+        self._totals[8 : 8 + BINS] += terms.by_bin
+        self._totals[8 + BINS :] += masked.bin_counts
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
