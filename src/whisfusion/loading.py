@@ -8,9 +8,10 @@ import torch
 from whisfusion import checkpoint, hub, quantise
 from whisfusion.engine import GraphEngine
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.systems import DiffusionSystem, Int8System, WhisperSystem
+from whisfusion.systems import DiffusionSystem, Int8System
 from whisfusion.transcriber import Transcriber
 from whisfusion.weights import load_whisper
+from whisfusion.whisper_system import WhisperSystem
 
 DEFAULT_MODEL = "base"
 DEFAULT_WHISPER = "whisper-base"

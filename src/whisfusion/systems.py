@@ -1,4 +1,4 @@
-"""The two systems behind a Transcriber: masked diffusion, and Whisper's own greedy decoder as the peer.
+"""The system behind a Transcriber: masked diffusion. Its peer, Whisper's own greedy decoder, is in whisper_system.py.
 
 Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
 """
@@ -6,7 +6,6 @@ Letters: B windows, K candidates, L canvas positions, T audio positions, D width
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,25 +20,23 @@ from whisfusion.errors import LanguageError, OptionError
 from whisfusion.look import Canvases, Look, LookAt, looks, masked, predicted, read
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
-from whisfusion.pdd import Candidate, PDDOptions, Step, Thoughts, UtteranceStep, parallel_decode
+from whisfusion.outcome import heard_of, mended, own_thoughts, pool_of
+from whisfusion.pdd import Step, Thoughts, parallel_decode
 from whisfusion.quantise import Int8Linear, to_int8
-from whisfusion.repair import CHOICES, repair
+from whisfusion.repair import CHOICES
 from whisfusion.selection import (
     HighestConfidence,
     MinimumBayesRisk,
     Oracle,
     Pool,
-    Selection,
     Selector,
     SpelledConsensus,
     WhisperRerank,
-    risks,
 )
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
-from whisfusion.transcriber import Alternative, DecodingOptions, Heard, Stopwatch, Window
+from whisfusion.transcriber import DecodingOptions, Heard, Stopwatch, Window
 from whisfusion.vocabulary import Columns, Vocabulary
-from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
-from whisfusion.words import Word, time_words
+from whisfusion.words import time_words
 
 _LANGUAGE_POSITION = 1
 _LOOKED_AT_ONCE = 1024
@@ -141,7 +138,7 @@ class DiffusionSystem:
         watch = Stopwatch(timings)
         nothing = [None] * len(batch)
         pools = [
-            _pool(
+            pool_of(
                 candidates,
                 language,
                 likelihoods=scores,
@@ -154,7 +151,7 @@ class DiffusionSystem:
                 decoding.languages,
                 decoding.likelihoods or nothing,
                 decoding.bytes_B or nothing,
-                _own(decoding.thoughts, decoding.canvas_B),
+                own_thoughts(decoding.thoughts, decoding.canvas_B),
                 batch,
                 strict=True,
             )
@@ -191,9 +188,9 @@ class DiffusionSystem:
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
         spells = options.selection == "spelling" or options.words or options.repair
         bytes_B = predictor.memory.own_bytes() if spells else [None] * len(batch)
-        thoughts_B = _own(decoded.thoughts, canvas_B)
+        thoughts_B = own_thoughts(decoded.thoughts, canvas_B)
         pools = [
-            _pool(
+            pool_of(
                 candidates,
                 language,
                 audio_TD=audio_BTD[row, : lengths[row]],
@@ -222,7 +219,9 @@ class DiffusionSystem:
         selections = self._selector(options)(pools)
         chosen = [pool.candidates[selection.index] for pool, selection in zip(pools, selections, strict=True)]
         if options.repair:
-            texts = self._repair(pools, chosen, look, options.looks or 0)
+            room = self.model.config.decoder.canvas.size - PROMPT_LENGTH - 1
+            known = self.model.lexicon or {}, self.model.grammar or {}
+            texts = mended(pools, chosen, *known, look=look, looks=options.looks or 0, room=room)
         else:
             texts = [candidate.tokens for candidate in chosen]
         traces = [
@@ -233,30 +232,7 @@ class DiffusionSystem:
             time_words(text, pool.bytes_TV, pool.language) if options.words and pool.bytes_TV is not None else ()
             for pool, text in zip(pools, texts, strict=True)
         ]
-        return [_heard(*parts) for parts in zip(pools, selections, texts, words, traces, strict=True)]
-
-    def _repair(
-        self, pools: Sequence[Pool], chosen: Sequence[Candidate], look: LookAt | None, looks: int
-    ) -> list[tuple[int, ...]]:
-        """What was chosen, mended; looked at and mended again so many times."""
-        lexicon, grammar = self.model.lexicon or {}, self.model.grammar or {}
-
-        def mend(pool: Pool, candidate: Candidate, others: Sequence[Candidate], thoughts: Thoughts) -> tuple[int, ...]:
-            assert pool.bytes_TV is not None
-            words, trigrams = lexicon.get(pool.language), grammar.get(pool.language)
-            return repair(candidate, others, thoughts, pool.bytes_TV, words=words, trigrams=trigrams)
-
-        texts = []
-        for pool, candidate in zip(pools, chosen, strict=True):
-            assert pool.thoughts is not None
-            texts.append(mend(pool, candidate, pool.candidates, pool.thoughts))
-        most = self.model.config.decoder.canvas.size - PROMPT_LENGTH - 1
-        for _ in range(looks):
-            assert look is not None
-            shown = [text if len(text) <= most else () for text in texts]
-            seen = zip(pools, texts, shown, look(shown), strict=True)
-            texts = [mend(pool, it.candidate, (), it.thoughts) if can else text for pool, text, can, it in seen]
-        return texts
+        return [heard_of(*parts) for parts in zip(pools, selections, texts, words, traces, strict=True)]
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -413,107 +389,3 @@ class Int8System(DiffusionSystem):
 
     def _head(self, weight_VD: Tensor) -> Head:
         return Int8Linear(weight_VD)
-
-
-class WhisperSystem:
-    """Whisper with its own greedy decoder over the same encoder code."""
-
-    default = PDDOptions()
-    times_words = False
-
-    def __init__(self, whisper: Whisper) -> None:
-        self.whisper = whisper
-
-    def check(self, options: DecodingOptions, language: str | None) -> None:
-        """Options of diffusion decoding are not looked at."""
-        if options.words:
-            raise OptionError("words are timed with --system whisfusion alone: leave out word_timestamps")
-
-    def start(
-        self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
-    ) -> Callable[[], list[Heard]]:
-        """All is done before this returns."""
-        heard = self.recognise(batch, options, timings)
-        return lambda: heard
-
-    def detect(self, batch: Sequence[Window]) -> list[str]:
-        """The likeliest language of each window, by Whisper's own language tokens."""
-        return self._detect(self._encode(batch, Stopwatch({}, self.whisper.encoder.positions.device)))
-
-    def recognise(self, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]) -> list[Heard]:
-        """Encode, then write token by token."""
-        watch = Stopwatch(timings, self.whisper.encoder.positions.device)
-        audio_BTD = self._encode(batch, watch)
-        given = [window.language for window in batch]
-        detected = self._detect(audio_BTD) if None in given else given
-        languages = [language or found or "" for language, found in zip(given, detected, strict=True)]
-        hypotheses = greedy(self.whisper.decoder, audio_BTD, languages)
-        watch.lap("decode")
-        return [
-            Heard(
-                language=language,
-                text=get_tokenizer().decode(hypothesis.tokens),
-                tokens=tuple(hypothesis.tokens),
-                avg_logprob=hypothesis.avg_logprob,
-                no_speech_prob=hypothesis.no_speech_prob,
-            )
-            for hypothesis, language in zip(hypotheses, languages, strict=True)
-        ]
-
-    def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> Tensor:
-        encoder = self.whisper.encoder
-        mel_BMF = window_mel(
-            [window.samples for window in batch], n_mels=encoder.config.mels, device=encoder.positions.device
-        )
-        watch.lap("mel")
-        audio_BTD = encoder(mel_BMF.to(encoder.positions.dtype))
-        watch.lap("encode")
-        return audio_BTD
-
-    def _detect(self, audio_BTD: Tensor) -> list[str]:
-        return [next(iter(ranked)) for ranked in detect_language(self.whisper.decoder, audio_BTD)]
-
-
-def _pool(candidates: Sequence[Candidate], language: str, **known: Any) -> Pool:
-    """Candidates with their texts, and whatever else is `known` to their selector."""
-    texts = [get_tokenizer().decode(candidate.tokens) for candidate in candidates]
-    return Pool(candidates, texts, language, **known)
-
-
-def _own(thoughts: Thoughts | None, canvas_B: Sequence[int]) -> list[Thoughts | None]:
-    """Each utterance's own thoughts, of the positions after the prompt."""
-    if thoughts is None:
-        return [None] * len(canvas_B)
-    return [thoughts.of(row, slice(PROMPT_LENGTH, positions)) for row, positions in enumerate(canvas_B)]
-
-
-def _heard(
-    pool: Pool,
-    selection: Selection,
-    tokens: tuple[int, ...],
-    words: tuple[Word, ...],
-    trace: tuple[UtteranceStep, ...],
-) -> Heard:
-    """What was chosen, as `tokens` has it after it was mended, and all candidates beside it as they were drawn."""
-    chosen: Candidate = pool.candidates[selection.index]
-    text = pool.texts[selection.index] if tokens == chosen.tokens else get_tokenizer().decode(tokens)
-    pool_risks = selection.risks or risks(pool.texts, pool.language)
-    others = len(pool.candidates) - 1
-    return Heard(
-        language=pool.language,
-        # A character of which a part is missing cannot be read.
-        text=text.replace("\ufffd", "").strip(),
-        tokens=tokens,
-        avg_logprob=chosen.confidence,
-        no_speech_prob=sum(not candidate.tokens for candidate in pool.candidates) / len(pool.candidates),
-        candidates=tuple(
-            Alternative(text, candidate.confidence, risk, score)
-            for text, candidate, risk, score in zip(
-                pool.texts, pool.candidates, pool_risks, selection.scores, strict=True
-            )
-        ),
-        agreement=1 - min(1.0, pool_risks[selection.index] / others) if others else None,
-        complete=chosen.complete,
-        words=words,
-        trace=trace,
-    )

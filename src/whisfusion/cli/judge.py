@@ -169,7 +169,7 @@ def _read(arguments: Arguments) -> "list[Utterance]":
 def _model_facts(arguments: Arguments, transcriber: "Transcriber") -> dict[str, Any]:
     """What was loaded, by hash: a name alone says little."""
     from whisfusion import checkpoint, hub
-    from whisfusion.systems import WhisperSystem
+    from whisfusion.whisper_system import WhisperSystem
 
     system = transcriber.system
     if isinstance(system, WhisperSystem):
