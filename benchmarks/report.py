@@ -88,10 +88,13 @@ counted: `src/whisfusion/evaluate/written.py`.
 |---|---|---|---|
 {bins}
 
-Its training, {model_step:,} steps of {step_seconds:,.0f} s of speech at {ms_per_step:.0f} ms on one {device},
-{hours_heard:,.0f} h heard: [loss](../benchmarks/results/base/loss.png),
-[dev error](../benchmarks/results/base/wer.png) (a mean over eleven languages, most of them synthetic; by set in
-`dev_sets.csv` beside it).
+Its last training, from the model that was shipped before, on one {device}. The dev error is a mean over eleven
+languages, most of them synthetic, of {dev_clips} clips in all, before repair (by set in `dev_sets.csv` beside its
+curve); in `base_hearing` it is that of what CTC spells by itself:
+
+| stage | steps | speech a step, s | ms a step | hours heard | dev error | curves |
+|---|---|---|---|---|---|---|
+{stages}
 """
 
 GREEDY = """
@@ -599,11 +602,20 @@ def model() -> str:
         bins="\n".join(bins),
         trajectory=", ".join(f"{ratio:g}" for ratio in decoding["trajectory"]),
         **{name: decoding[name] for name in ("candidates", "steps", "temperature", "remask")},
-        **{name: training[name] for name in ("model_step", "ms_per_step", "hours_heard")},
+        stages="\n".join(stage_row(*numbered) for numbered in enumerate([*training["before"], training], start=1)),
+        dev_clips=training["settings"]["dev_clips"],
         device=training["trained_on"],
-        step_seconds=training["settings"]["sampler"]["seconds"],
         whisper=read("whisper_parity.json")["wer"]["whisfusion"]["percent"],
     )
+
+
+def stage_row(number: int, run: dict[str, Any]) -> str:
+    folder = f"../benchmarks/results/base/{number}-{run['recipe']}"
+    settings, dev = run["settings"], [f"{point['percent']:.1f} % (step {point['step']:,})" for point in run["dev_wer"]]
+    twice = ", heard twice" if settings["consistency_weight"] else ""
+    curves = f"[loss]({folder}/loss.png), [dev error]({folder}/wer.png)"
+    speech = f"{settings['sampler']['seconds']:,.0f}{twice} | {run['ms_per_step']:.0f} | {run['hours_heard']:,.0f}"
+    return f"| `{run['recipe']}` | {run['steps']:,} | {speech} | {', '.join(dev)} | {curves} |"
 
 
 def written_row(part: dict[str, Any]) -> str:

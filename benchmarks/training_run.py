@@ -2,8 +2,9 @@
 
     python benchmarks/training_run.py RUN HYPOTHESES.jsonl... --data MANIFEST... --out benchmarks/results/NAME
 
-RUN is a run folder (or the config.json and the CSV files of one). Writes result.json, the logs as they are, and
-their plots; prints a table, then one JSON line. Weights, hypotheses and references are not kept.
+RUN is a run folder (or the config.json and the CSV files of one), or a folder of stages, of which the last one's model
+was scored. Writes result.json, the logs as they are, and their plots, those of stages in folders of their own; prints a
+table, then one JSON line. Weights, hypotheses and references are not kept.
 """
 
 import argparse
@@ -46,22 +47,39 @@ def _median(log: list[dict[str, float]], column: str) -> float:
     return statistics.median(row[column] for row in log)
 
 
-def collect(args: argparse.Namespace) -> dict[str, Any]:
-    config = without_folders(json.loads((args.run / "config.json").read_text("utf-8")))
-    log, dev = read_csv(args.run / "log.csv"), read_csv(args.run / "dev.csv")
-    facts = json.loads(facts_path(args.hypotheses[0]).read_text("utf-8"))
-    report = score(read_hypotheses(*args.hypotheses), read_manifest(*args.data), ScoreOptions())
+def runs_of(folder: Path) -> list[Path]:
+    """The folder itself, or those of its stages in order."""
+    return [folder] if (folder / "config.json").exists() else sorted(folder.glob("[0-9]-*"))
+
+
+def described(run: Path) -> dict[str, Any]:
+    """What a run says about itself."""
+    config = without_folders(json.loads((run / "config.json").read_text("utf-8")))
+    log, dev = read_csv(run / "log.csv"), read_csv(run / "dev.csv")
     return {
-        "benchmark": "training_run",
         "recipe": config["recipe_name"],
         "steps": round(log[-1]["step"]),
-        "model_step": args.step or round(log[-1]["step"]),
-        "note": args.note,
         "ms_per_step": round(_median(log, "ms_per_step"), 1),
         "peak_share": None if math.isnan(log[-1]["peak_share"]) else round(_median(log, "peak_share"), 3),
         "hours_heard": round(log[-1]["hours"], 1),
         "loss": log[-1]["loss"],
         "dev_wer": [{"step": round(row["step"]), "percent": round(100 * row["wer"], 2)} for row in dev],
+        "seed": config["recipe"]["seed"],
+        "settings": config["recipe"],
+    }
+
+
+def collect(args: argparse.Namespace) -> dict[str, Any]:
+    *before, last = [described(run) for run in runs_of(args.run)]
+    facts = json.loads(facts_path(args.hypotheses[0]).read_text("utf-8"))
+    report = score(read_hypotheses(*args.hypotheses), read_manifest(*args.data), ScoreOptions())
+    stages = " --then ".join(run["recipe"] for run in [*before, last])
+    return {
+        "benchmark": "training_run",
+        **last,
+        "model_step": args.step or last["steps"],
+        "note": args.note,
+        "before": before,
         "test": [
             {
                 "dataset": part.dataset,
@@ -79,9 +97,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         "machine": facts["machine"],
         "trained_on": args.trained_on or facts["machine"]["device_name"],
         "versions": facts["versions"],
-        "seed": config["recipe"]["seed"],
-        "command": f"whisfusion train --recipe {config['recipe_name']} --data TRAIN --dev DEV --out RUN",
-        "settings": config["recipe"],
+        "command": f"whisfusion train --recipe {stages} --data TRAIN --dev DEV --out RUN",
     }
 
 
@@ -89,9 +105,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     result = collect(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in ("log.csv", "dev.csv", "dev_sets.csv"):
-        shutil.copyfile(args.run / name, args.out / name)
-    draw_plots(args.out)
+    for run in runs_of(args.run):
+        out = args.out if run == args.run else args.out / run.name
+        out.mkdir(exist_ok=True)
+        for name in ("log.csv", "dev.csv", "dev_sets.csv"):
+            shutil.copyfile(run / name, out / name)
+        draw_plots(out)
     (args.out / "result.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", "utf-8")
     for part in result["test"]:
         print(f"{part['dataset']:28} {part['percent']:6.2f} % ({part['low']:.2f} to {part['high']:.2f})")

@@ -36,7 +36,7 @@ _GRAMMAR = 0.4
 """What one of the trigrams' does."""
 _UNKNOWN = 4.0
 """Nats that a word is worth that the language has, and another that it has not."""
-_LIKELY = -6.0
+_LIKELY = -9.0
 """Edits that cost more with all but CTC are not looked at."""
 _LEAST_GAIN = 1.0
 """Nats that an edit must gain."""
@@ -50,7 +50,7 @@ _WRITTEN_LEAST = -6.0
 """The least log-probability of what other candidates wrote."""
 _FIRST_SHARE = 0.3
 """Share of what the decoder thought before anything was written."""
-_WORST = -5.0
+_WORST = -8.0
 """Edits that cost the decoder more are not looked at."""
 _APART = 3
 """Tokens between edits that are made at once."""
