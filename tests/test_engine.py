@@ -298,7 +298,7 @@ def test_a_batch_is_finished_after_the_next_has_begun():
             return finish
 
     def fake(window: Window):
-        from whisfusion.transcriber import Heard
+        from whisfusion.transcript import Heard
 
         return Heard("en", f"{len(window.samples)}", (), 0.0, 0.0)
 

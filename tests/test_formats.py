@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from whisfusion.formats import output_names, to_json, to_txt, write
-from whisfusion.transcriber import Alternative, Segment, Transcript
+from whisfusion.transcript import Alternative, Segment, Transcript
 
 SEGMENTS = (
     Segment(0, 0.0, 28.5, "Größe, 大きい.", (1, 2), -0.25, 0.0, (Alternative("Größe", -0.25, 0.5, -0.5),), 0.75),

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from whisfusion import pdd
+from whisfusion import pdd, sampling
 from whisfusion.errors import OptionError
-from whisfusion.pdd import PAPER_TRAJECTORY, PDDOptions, draw_uniforms, parallel_decode, sample
+from whisfusion.pdd import PAPER_TRAJECTORY, PDDOptions, draw_uniforms, parallel_decode
+from whisfusion.sampling import sample
 from whisfusion.tokenizer import ENDOFTEXT, MASK, SAMPLEABLE
 
 PROMPT = [50258, 50259, 50360, 50364]
@@ -280,8 +281,8 @@ def test_sampling_among_the_likely_is_sampling_among_all(temperature, columns, m
     uniforms_RC = torch.rand(200, 6, generator=generator)
     uniforms_RC[:, 0], uniforms_RC[:, 1] = 2**-18, 1 - 2**-18
     drawn_RC, total_R1 = sample(logits_RV, uniforms_RC, temperature)
-    likely, found = pdd._likely, []
-    monkeypatch.setattr(pdd, "_likely", lambda *arguments: found.append(likely(*arguments)))
+    likely, found = sampling._likely, []
+    monkeypatch.setattr(sampling, "_likely", lambda *arguments: found.append(likely(*arguments)))
     assert torch.equal(sample(logits_RV, uniforms_RC, temperature)[0], drawn_RC)
     assert (found[0] is None) == (columns == 900 or temperature == 1)
     assert torch.allclose(total_R1, logits_RV.logsumexp(1, keepdim=True), atol=1e-5)

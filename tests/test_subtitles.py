@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from whisfusion.subtitles import cues, to_srt, to_vtt
-from whisfusion.transcriber import Segment, Transcript
+from whisfusion.transcript import Segment, Transcript
 from whisfusion.words import Word
 
 

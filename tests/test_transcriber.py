@@ -266,11 +266,11 @@ def test_graphs_are_the_default_on_a_gpu(tiny_model, monkeypatch, device, engine
 
 def test_words_lie_within_their_window():
     """CTC hears on in the silence after a window: the next one's first word must not begin before."""
-    from whisfusion.transcriber import Heard, _join
+    from whisfusion.transcript import Heard, join
     from whisfusion.words import Word
 
     first = Heard("en", "a b", (), 0.0, 0.0, words=(Word(" a", 1.9, 2.14, 0.9), Word(" b", 2.1, 2.2, 0.9)))
     second = Heard("en", "c", (), 0.0, 0.0, words=(Word(" c", 0.0, 0.1, 0.9),))
-    joined = _join([(0, 32_000), (32_000, 64_000)], [first, second], [{}, {}])
+    joined = join([(0, 32_000), (32_000, 64_000)], [first, second], [{}, {}])
     times = [(word.start, word.end) for segment in joined.segments for word in segment.words]
     assert times == [(1.9, 2.0), (2.0, 2.0), (2.0, 2.1)]

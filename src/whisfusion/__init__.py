@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whisfusion.errors import WhisfusionError
     from whisfusion.pdd import PDDOptions
-    from whisfusion.transcriber import Segment, Transcriber, Transcript
+    from whisfusion.transcriber import Transcriber
+    from whisfusion.transcript import Segment, Transcript
     from whisfusion.words import Word
 
 __version__ = "0.1.0"
@@ -14,9 +15,9 @@ __all__ = ["PDDOptions", "Segment", "Transcriber", "Transcript", "WhisfusionErro
 
 _HOMES = {
     "PDDOptions": "whisfusion.pdd",
-    "Segment": "whisfusion.transcriber",
+    "Segment": "whisfusion.transcript",
     "Transcriber": "whisfusion.transcriber",
-    "Transcript": "whisfusion.transcriber",
+    "Transcript": "whisfusion.transcript",
     "WhisfusionError": "whisfusion.errors",
     "Word": "whisfusion.words",
     "load": "whisfusion.loading",

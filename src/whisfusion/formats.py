@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from whisfusion.subtitles import to_srt, to_vtt
 
 if TYPE_CHECKING:
-    from whisfusion.transcriber import Transcript
+    from whisfusion.transcript import Transcript
 
 
 def to_txt(transcript: "Transcript") -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whisfusion.blocks import Rotation
-from whisfusion.pdd import sample
+from whisfusion.sampling import sample
 
 
 class Drawn(NamedTuple):

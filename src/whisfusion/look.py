@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whisfusion.pdd import Candidate, Thoughts, most_likely
+from whisfusion.pdd import Candidate, Thoughts
+from whisfusion.sampling import most_likely
 from whisfusion.tokenizer import ENDOFTEXT, MASK, PROMPT_LENGTH
 
 CANVASES = 2

@@ -9,7 +9,7 @@ from whisfusion.pdd import Candidate, Thoughts, UtteranceStep
 from whisfusion.repair import repair
 from whisfusion.selection import Pool, Selection, risks
 from whisfusion.tokenizer import PROMPT_LENGTH, get_tokenizer
-from whisfusion.transcriber import Alternative, Heard
+from whisfusion.transcript import Alternative, Heard
 from whisfusion.trigrams import Trigrams
 from whisfusion.words import Word
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from whisfusion.words import Word
 
 if TYPE_CHECKING:
-    from whisfusion.transcriber import Segment, Transcript
+    from whisfusion.transcript import Segment, Transcript
 
 _LINES = 2
 _WIDTH, _WIDE_WIDTH = 42, 20

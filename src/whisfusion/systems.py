@@ -34,7 +34,8 @@ from whisfusion.selection import (
     WhisperRerank,
 )
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
-from whisfusion.transcriber import DecodingOptions, Heard, Stopwatch, Window
+from whisfusion.transcriber import DecodingOptions, Stopwatch, Window
+from whisfusion.transcript import Heard
 from whisfusion.vocabulary import Columns, Vocabulary
 from whisfusion.words import time_words
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from whisfusion.errors import OptionError
 from whisfusion.pdd import PDDOptions
 from whisfusion.tokenizer import get_tokenizer
-from whisfusion.transcriber import DecodingOptions, Heard, Stopwatch, Window
+from whisfusion.transcriber import DecodingOptions, Stopwatch, Window
+from whisfusion.transcript import Heard
 from whisfusion.whisper import Whisper, detect_language, greedy, window_mel
 
 

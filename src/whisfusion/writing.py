@@ -18,7 +18,8 @@ from whisfusion.checkpoint import Model
 from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.fused import Audio, FusedStack, attention_bias, padded_rows
 from whisfusion.kernels import Lists
-from whisfusion.pdd import Thoughts, most_likely
+from whisfusion.pdd import Thoughts
+from whisfusion.sampling import most_likely
 from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, PROMPT_LENGTH, SAMPLEABLE, embedding_rows, get_tokenizer
 from whisfusion.whisper import WhisperDecoder
 

@@ -14,7 +14,7 @@ from whisfusion.errors import AudioError, OptionError
 if TYPE_CHECKING:
     import numpy as np
 
-    from whisfusion.transcriber import Transcript
+    from whisfusion.transcript import Transcript
 
 _MORE_SUFFIXES = (".aif", ".aiff", ".oga", ".wma", ".mov", ".mkv")
 """Files in folders that are taken for sound, besides those that a corpus may hold."""

@@ -16,7 +16,8 @@ import numpy as np
 from whisfusion.data.manifest import Utterance, load_samples
 from whisfusion.environment import machine, versions
 from whisfusion.errors import AudioError, ManifestError, OptionError
-from whisfusion.transcriber import Segment, Transcriber, Transcript
+from whisfusion.transcriber import Transcriber
+from whisfusion.transcript import Segment, Transcript
 
 _BATCHES_READ_AHEAD = 4
 _READERS = 4

@@ -28,7 +28,8 @@ from whisfusion.systems import DiffusionSystem
 from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
 from whisfusion.train.flops import encoder_flops
 from whisfusion.train.recipes import trial
-from whisfusion.transcriber import DecodingOptions, Heard, Window
+from whisfusion.transcriber import DecodingOptions, Window
+from whisfusion.transcript import Heard
 from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
 WARMUP_UTTERANCES = 5
