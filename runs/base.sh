@@ -13,8 +13,8 @@
 #         and pseudo/, manifests and shards too: 139 h of Common Voice English (CC0) with Whisper-small's words as text
 # TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
 # WORDS   from the environment: a dictionary of English, one word a line, for repair (Debian's wamerican-large)
-# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with a Portuguese voice
-# (RHVoice), espeak-ng (eSpeak NG).
+# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with Portuguese and
+# Polish voices (RHVoice), espeak-ng (eSpeak NG).
 set -euo pipefail
 speech=$(realpath "$1") text=$(realpath "$2") out=$(realpath -m "$3")
 hearing=${HEARING_STEPS:-8000} stage1=${STAGE1_STEPS:-25000} stage2=${STAGE2_STEPS:-5000}
@@ -38,10 +38,12 @@ speak() { # language, engine, hours, voices held out for tuning
 }
 speak de pico 6 2
 for language in es fr it; do speak $language pico 5 2; done
-for language in nl ko zh pl; do speak $language espeak 2 3; done
-speak pt rhvoice 3 2
-speak en pico 1 4
-speak ja jtalk 2 2
+for language in pl pt; do speak $language rhvoice 3 2; done
+speak nl espeak 3 3
+speak ko espeak 1.5 3
+speak zh espeak 1.2 3
+speak en pico 0.4 4
+speak ja jtalk 3 2
 
 data=(train "$speech"/train/{commonvoice-en,commonvoice-zh,ljspeech-en,kerstin-de}.jsonl "$speech/pseudo" nothing synthetic/*/)
 dev=("$speech/dev" synthetic/*/heldout)
