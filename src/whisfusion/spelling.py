@@ -2,7 +2,8 @@
 
 It follows from CTC's forward and backward sums over the text as it is, and a short walk through the bytes that are new.
 
-Letters: T frames, V classes, N edits, Z bytes of an edit, S states of a text (blank, byte, blank ... blank).
+Letters: T frames, V classes, N edits, Z bytes of an edit, W frames of a walk, S states of a text (blank, byte, blank
+... blank).
 """
 
 from collections.abc import Sequence
@@ -135,17 +136,19 @@ class Text:
         differs_N = line_NZ[np.arange(len(new)), counts] != self.target[ends]
         begin_N = np.where(firsts > 0, np.maximum(self.arrivals[firsts - 1] - _MARGIN, 1), 1)
         walk = int((self.arrivals[ends] + _MARGIN - begin_N).max(initial=0)) + 1
-        rows, total_N = np.arange(len(new)), np.zeros(len(new))
+        time_WN = np.minimum(begin_N + np.arange(walk)[:, None], len(self.heard_TV) - 1)
+        # The state before the first new byte is the text's own.
+        blank_WN, byte_WN = self.blank_TS[time_WN - 1, firsts], self.byte_TS[time_WN - 1, firsts]
+        onward_WN, silent_WN = self.onward_TS[time_WN, ends], self.heard_TV[time_WN, BLANK]
+        heard_WNZ = self.heard_TV[time_WN[..., None], new_NZ]
+        last_N, total_N = np.arange(len(new)) * (longest + 1) + counts, np.zeros(len(new))
         blank_NZ, byte_NZ = np.zeros((2, len(new), longest + 1))
         for step in range(walk):
-            time_N = np.minimum(begin_N + step, len(self.heard_TV) - 1)
-            # The state before the first new byte is the text's own.
-            blank_NZ[:, 0], byte_NZ[:, 0] = self.blank_TS[time_N - 1, firsts], self.byte_TS[time_N - 1, firsts]
-            leaving_N = blank_NZ[rows, counts] + differs_N * byte_NZ[rows, counts]
-            total_N += leaving_N * self.onward_TS[time_N, ends]
+            blank_NZ[:, 0], byte_NZ[:, 0] = blank_WN[step], byte_WN[step]
+            total_N += (blank_NZ.take(last_N) + differs_N * byte_NZ.take(last_N)) * onward_WN[step]
             came_NZ = blank_NZ[:, :-1] + differs_NZ * byte_NZ[:, :-1] + byte_NZ[:, 1:]
             stayed_NZ = blank_NZ[:, 1:] + byte_NZ[:, 1:]
-            byte_NZ[:, 1:] = came_NZ * self.heard_TV[time_N[:, None], new_NZ]
-            blank_NZ[:, 1:] = stayed_NZ * self.heard_TV[time_N, BLANK][:, None]
+            np.multiply(came_NZ, heard_WNZ[step], out=byte_NZ[:, 1:])
+            np.multiply(stayed_NZ, silent_WN[step][:, None], out=blank_NZ[:, 1:])
         with np.errstate(divide="ignore"):
             return np.log(total_N)
