@@ -13,8 +13,8 @@
 #         and pseudo/, manifests and shards too: 139 h of Common Voice English (CC0) with Whisper-small's words as text
 # TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
 # WORDS   from the environment: a dictionary of English, one word a line, for repair (Debian's wamerican-large)
-# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with Portuguese and
-# Polish voices (RHVoice), espeak-ng (eSpeak NG).
+# Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with the voices
+# Letícia-F123, Alicja and Michał (RHVoice; Debian has the first alone), espeak-ng (eSpeak NG).
 set -euo pipefail
 speech=$(realpath "$1") text=$(realpath "$2") out=$(realpath -m "$3")
 hearing=${HEARING_STEPS:-8000} stage1=${STAGE1_STEPS:-25000} stage2=${STAGE2_STEPS:-5000}

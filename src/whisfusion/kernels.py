@@ -135,7 +135,7 @@ def draw(
     wanted_R: Tensor | None = None,
     lists: Lists | None = None,
 ) -> Drawn:
-    """Draw K tokens from each row by inverting the cumulative distribution, as `pdd.sample` does.
+    """Draw K tokens from each row by inverting the cumulative distribution, as `sampling.sample` does.
 
     Columns from `vocabulary` on do not exist. Rows that are not wanted hold anything afterwards. Temperature 0 takes
     the likeliest, the first of equals.
