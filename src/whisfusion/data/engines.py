@@ -151,7 +151,9 @@ class RHVoice:
     """
 
     program = "RHVoice-test"
-    package = "rhvoice, and with it rhvoice-brazilian-portuguese, or Alicja or Michał (pl) or Mateo (es) from rhvoice.org"
+    package = (
+        "rhvoice, and with it rhvoice-brazilian-portuguese, or Alicja or Michał (pl) or Mateo (es) from rhvoice.org"
+    )
     people: ClassVar[dict[str, tuple[str, ...]]] = {
         "pl": ("alicja", "michal"),
         "pt": ("leticia-f123",),
