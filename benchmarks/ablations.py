@@ -1,14 +1,17 @@
-"""What each part is worth on the dev sets: the table of the runs that runs/ablations.sh makes.
+"""What each part is worth on the dev sets: the table of the runs that runs/ablations.py makes.
 
-    python benchmarks/ablations.py RUNS --data DEV... [--out benchmarks/results/ablations.json]
+    python benchmarks/ablations.py RUNS... --data DEV... [--out benchmarks/results/ablations.json]
 
-RUNS holds a run folder for each row, named ROW-SEED, with the hypotheses n1.jsonl, n2.jsonl and n3.jsonl in it; DEV are
-the manifests that were decoded. Prints a table; writes JSON to --out, or prints it as one line. Weights, hypotheses and
-references are not kept.
+RUNS holds a run folder for each row, named ROW-SEED, with the hypotheses n1.jsonl, n2.jsonl and n3.jsonl in it; rows
+may have been made on different days, each in a RUNS of its own. Rows that are not decoded to the end are left out and
+named. DEV are the manifests that were decoded. Prints a table; writes JSON to --out, or prints it as one line. Weights,
+hypotheses and references are not kept.
 """
 
 import argparse
 import json
+import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,16 @@ STEPS = (1, 2, 3)
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--data", nargs="+", required=True, help="manifests of the dev sets")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)
+
+
+def whole(run: Path) -> bool:
+    """Whether a run was decoded to the end, in every number of steps."""
+    facts = [facts_path(run / f"n{n}.jsonl") for n in STEPS]
+    return all(path.exists() and json.loads(path.read_text("utf-8")).get("summary") for path in facts)
 
 
 def row_of(run: Path, data: list[str]) -> dict[str, Any]:
@@ -48,6 +57,7 @@ def row_of(run: Path, data: list[str]) -> dict[str, Any]:
         "steps": round(log[-1]["step"]),
         "hours_heard": round(log[-1]["hours"], 1),
         "loss": log[-1]["loss"],
+        "ms_per_step": round(statistics.median(line["ms_per_step"] for line in log), 1),
         "dev": rates,
     }
 
@@ -73,9 +83,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    runs = sorted(path.parent for path in args.runs.glob(f"*/n{STEPS[-1]}.jsonl"))
+    found = sorted((path.parent for runs in args.runs for path in runs.glob("*/n1.jsonl")), key=lambda run: run.name)
+    runs = [run for run in found if whole(run)]
+    for run in found:
+        if run not in runs:
+            print(f"{run.name} is not decoded to the end, and left out", file=sys.stderr)
     if not runs:
-        raise SystemExit(f"no run with hypotheses in {args.runs}: make some with runs/ablations.sh")
+        raise SystemExit(f"no row in {' '.join(map(str, args.runs))}: make some with runs/ablations.py")
+    if twice := {run.name for run in runs if [other.name for other in runs].count(run.name) > 1}:
+        raise SystemExit(f"more than one folder is called {', '.join(sorted(twice))}: leave out all but one")
     rows = [row_of(run, args.data) for run in runs]
     facts = json.loads(facts_path(runs[0] / f"n{STEPS[-1]}.jsonl").read_text("utf-8"))
     result = {
@@ -85,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         "machine": facts["machine"],
         "versions": facts["versions"],
         "seed": sorted({row["seed"] for row in rows}),
-        "command": "runs/ablations.sh SPEECH OUT",
+        "command": "python runs/ablations.py SPEECH OUT",
     }
     print(table(rows))
     if args.out:

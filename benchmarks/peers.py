@@ -82,19 +82,18 @@ class Peer:
         return written_BL
 
 
-def measure(shape: str, model: Model, clips: Sequence[SpeedClip], device: torch.device) -> Iterator[Row]:
+def measure(peers: Sequence[Peer], clips: Sequence[SpeedClip], device: torch.device) -> Iterator[Row]:
     """A row for each peer and batch size; in a batch all are written until the longest is complete."""
     counts = {clip.text: len(get_tokenizer().encode(clip.text)) for clip in clips}
     ordered = sorted(clips, key=lambda clip: -clip.seconds)
-    for name in NAMES:
-        peer = Peer(name, model, shape)
+    for peer in peers:
         for batch in (1, 8, 32):
             parts = [ordered[i : i + batch] for i in range(0, len(ordered), batch)]
             for part in parts[-max(1, WARMUP_UTTERANCES // batch) :]:
                 peer.milliseconds(part, [counts[clip.text] for clip in part])
             spent = [peer.milliseconds(part, [counts[c.text] for c in part]) * len(part) for part in parts]
             row = Row(
-                model=f"{name} (random weights, Hugging Face)",
+                model=f"{peer.name} (random weights, Hugging Face)",
                 engine="generate",
                 batch=batch,
                 k=1,

@@ -188,16 +188,16 @@ each stage reaches:
 {stages}
 """
 
-PEERS = """Whisper by Hugging Face's `generate` on one {device}, at the token counts of the same utterances ({set}).
-Made by `{command}`.
+PEERS = """In the same run: Whisper by Hugging Face's `generate`, at the token counts of the same utterances, of which
+it hears every {every}th.
 
 | model | batch | ms an utterance | RTFx |
 |---|---|---|---|
 {rows}
 """
 
-LENGTHS = """Cost against the length of the transcript, for 30 s of audio, one utterance at a time, K = 5
-([plot](../{plot})):
+LENGTHS = """Cost against the length of the transcript, for 30 s of audio, one utterance at a time, K = 5 (medians of
+{rounds}; [plot](../{plot})):
 
 | tokens | {models} |
 |---|{dashes}
@@ -218,8 +218,8 @@ Whether a transcript depends on what else is in its batch: `{model}` on {clips:,
 ABLATIONS = """## What each part is worth
 
 Runs of `trial`'s length, each but for one thing that recipe (or its data), on one {device};
-error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}. Made by `{command}`, which
-says what each row is.
+error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}, MBR, as drawn (without
+repair). Made by `{command}`, which says what each row is.
 
 | row | seed | steps | {header} |
 |---|---|---|{dashes}
@@ -422,22 +422,20 @@ def gpu() -> str:
 
 def peers() -> list[str]:
     """Nothing until they have been measured."""
-    if not (RESULTS / "rtfx_peers.json").exists():
+    result = read("rtfx.json")
+    if "peers" not in result:
         return []
-    result = read("rtfx_peers.json")
     rows = "\n".join(
-        f"| {row['model']} | {row['batch']} | {row['ms']:.1f} | {row['rtfx']:,.0f} |" for row in result["rows"]
+        f"| {row['model']} | {row['batch']} | {row['ms']:.1f} | {row['rtfx']:,.0f} |" for row in result["peers"]
     )
-    return [
-        PEERS.format(rows=rows, device=result["machine"]["device_name"], **{n: result[n] for n in ("set", "command")})
-    ]
+    return [PEERS.format(rows=rows, every=result["peers_hear_every"])]
 
 
 def lengths() -> list[str]:
     """Nothing until they have been measured."""
-    if not (RESULTS / "rtfx_peers.json").exists() or "lengths" not in read("rtfx_peers.json"):
+    rows = read("rtfx.json").get("lengths")
+    if not rows:
         return []
-    rows = read("rtfx_peers.json")["lengths"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     by_tokens: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -447,7 +445,14 @@ def lengths() -> list[str]:
         for tokens, of in by_tokens.items()
     ]
     plot = LENGTHS_PLOT.relative_to(ROOT)
-    return [LENGTHS.format(plot=plot, models=" | ".join(models), dashes="---|" * len(models), rows="\n".join(lines))]
+    text = LENGTHS.format(
+        rounds=min(row["rounds"] for row in rows),
+        plot=plot,
+        models=" | ".join(models),
+        dashes="---|" * len(models),
+        rows="\n".join(lines),
+    )
+    return [text]
 
 
 def draw_lengths() -> None:
@@ -457,7 +462,7 @@ def draw_lengths() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = read("rtfx_peers.json")["lengths"]
+    rows = read("rtfx.json")["lengths"]
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for model in dict.fromkeys(row["model"] for row in rows):
         points = [(row["tokens"], row["ms"]) for row in rows if row["model"] == model]

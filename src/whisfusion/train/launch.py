@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 
@@ -55,13 +55,16 @@ def main(args: TrainArgs) -> bool:
     with join_ranks(jobs[0].device) as ranks:
         if plan is not None and ranks.main:
             write_plan(plan, run_folder(args))
-        kept = Kept(ranks)
-        for number, job in enumerate(jobs):
-            if number:
-                _clear_away(ranks)
-            if not train(job, ranks, kept):
-                return False
-    return True
+        return all(in_turn(jobs, ranks))
+
+
+def in_turn(jobs: Sequence[Job], ranks: Ranks) -> Iterator[bool]:
+    """Run jobs one after another, with what they share made once; says of each whether it came to its end."""
+    kept = Kept(ranks)
+    for number, job in enumerate(jobs):
+        if number:
+            _clear_away(ranks)
+        yield train(job, ranks, kept)
 
 
 def train(job: Job, ranks: Ranks, kept: "Kept") -> bool:
