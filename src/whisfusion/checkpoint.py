@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
-from whisfusion.detector import DetectorConfig, LanguageDetector
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.errors import ModelError, OptionError
-from whisfusion.lexicon import Lexicon
 from whisfusion.pdd import PDDOptions
 from whisfusion.quantise import dequantise, is_quantised, quantise
 from whisfusion.skeleton import skeleton
-from whisfusion.tokenizer import LANGUAGES, PAPER_LANGUAGES
-from whisfusion.trigrams import Grammar
+from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, PAPER_LANGUAGES
 from whisfusion.vocabulary import Vocabulary
+from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
 FORMAT = 1
 """Raised when an older folder would be read wrongly."""
@@ -37,9 +35,8 @@ _BY_TOKEN = ("embed.weight", "head.weight")
 _TOKENS = "tokens"
 """The name under which the rows that are stored are listed, where that is not all of them."""
 _VOCABULARY = "vocabulary.safetensors"
-_LEXICON = "lexicon.safetensors"
-_TRIGRAMS = "trigrams.safetensors"
-_DETECTOR = "detector.safetensors"
+_STEMS = ("model*", "encoder*", "whisper*", "vocabulary")
+"""What the files of a folder are called."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,9 @@ class ModelConfig:
     """Those of them that are too often misheard, or were never measured."""
     detects_language: bool = False
     """Whether it was trained with masked language tokens."""
-    detector: DetectorConfig | None = None
-    """Shape of what tells the language instead, where the folder has it."""
+    whisper: WhisperDecoderConfig | None = None
+    """Shape of the decoder of the Whisper whose encoder this is, where the folder has it: to proofread, to rerank and
+    to tell the language."""
     training: dict[str, Any] = field(default_factory=dict)
     """Facts about the training: recipe, steps, data."""
 
@@ -80,14 +78,14 @@ class ModelConfig:
             problems.append(f"window must be 'padded' or 'clip', not {self.window!r}")
         if self.text_style not in ("normalised", "written"):
             problems.append(f"text_style must be 'normalised' or 'written', not {self.text_style!r}")
-        if self.detector is not None and self.detector.width != self.encoder.width:
-            problems.append(f"detector width {self.detector.width} is not the encoder's width {self.encoder.width}")
+        if self.whisper is not None and self.whisper.width != self.encoder.width:
+            problems.append(f"whisper width {self.whisper.width} is not the encoder's width {self.encoder.width}")
         OptionError.collect(problems)
 
     @property
     def tells_language(self) -> bool:
         """Whether the language of speech can be found out."""
-        return self.detects_language or self.detector is not None
+        return self.detects_language or self.whisper is not None
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,8 @@ class Model:
     """The tokens that may be written in each language; None where that is every token."""
     stored_int8: bool = False
     """Whether its matrices were kept as int8; they are floats here."""
-    lexicon: Lexicon | None = None
-    """Words of each language, for repair."""
-    grammar: Grammar | None = None
-    """How tokens follow each other in each language, for repair."""
-    detector: LanguageDetector | None = None
-    """Tells the language; where there is none, the decoder may."""
+    whisper: WhisperDecoder | None = None
+    """The decoder of the Whisper whose encoder it has; of tokens that the vocabulary lacks it knows nothing."""
 
 
 def save(
@@ -116,65 +110,63 @@ def save(
     decoder: Mapping[str, Tensor],
     *,
     encoder: Mapping[str, Tensor] | None = None,
+    whisper: Mapping[str, Tensor] | None = None,
     generation: PDDOptions | None = None,
     dtype: torch.dtype = torch.bfloat16,
     int8: bool = False,
+    bits: int = 8,
     tokens: Tensor | None = None,
     file_bytes: int = _FILE_BYTES,
 ) -> Path:
     """Write a model folder from state dicts, replacing the files of one that is there.
 
     Floats are stored as `dtype`, in files of at most `file_bytes` where no single tensor is larger; with `int8`,
-    matrices as whole numbers and one scale per row. Without `encoder` the folder names the Whisper to take it from.
-    Of `tokens` alone, where they are given, embeddings are stored: for a model whose vocabulary has no others.
-    What else belongs to a model comes with `add`.
+    matrices as whole numbers and one scale per row: of so many `bits`, but for the encoder, which hears for all the
+    rest. Without `encoder` the folder names the Whisper to take it from. `whisper` is the state of that one's decoder,
+    whose shape is the config's. Of `tokens` alone, where they are given, embeddings are stored: for a model whose
+    vocabulary has no others. A vocabulary comes with `add`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stem in ("model*", "encoder*", "vocabulary", "lexicon", "trigrams", "detector"):
+    for stem in _STEMS:
         for stale in folder.glob(f"{stem}.safetensors"):
             stale.unlink()
     files: dict[str, str] = {}
+    if (whisper is None) != (config.whisper is None):
+        raise OptionError("a config that describes Whisper's decoder goes with its weights")
     if tokens is not None:
         decoder = _only(decoder, tokens)
-    for stem, state in (("model", decoder), ("encoder", encoder or {})):
+        if whisper is not None and config.whisper is not None:
+            # From endoftext on, ids differ between sizes: those of prompts are all kept.
+            own = torch.arange(ENDOFTEXT, config.whisper.vocab_size)
+            whisper = _only(whisper, torch.cat([tokens[tokens < ENDOFTEXT], own]))
+    for stem, state in (("model", decoder), ("encoder", encoder or {}), ("whisper", whisper or {})):
         stored = {
             name: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
             for name, value in state.items()
         }
-        parts = list(_parts(quantise(state, dtype) if int8 else stored, file_bytes))
+        if int8:
+            stored = quantise(state, dtype, bits=8 if stem == "encoder" else bits)
+        parts = list(_parts(stored, file_bytes))
         for number, part in enumerate(parts, 1):
             name = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
             files[name] = _write_tensors(folder / name, part)
     # The config goes last: a folder without one is not a model, so that a write cut short is not taken for one.
     _write_json(folder / "generation_config.json", dataclasses.asdict(generation or PDDOptions()))
-    _write_json(folder / "config.json", _described(dataclasses.replace(config, detector=None), files))
+    _write_json(folder / "config.json", _described(config, files))
     return folder
 
 
-def add(
-    folder: str | os.PathLike[str],
-    *,
-    vocabulary: Vocabulary | None = None,
-    lexicon: Lexicon | None = None,
-    grammar: Grammar | None = None,
-    detector: LanguageDetector | None = None,
-) -> None:
-    """Put more into a model folder, in place of what it had of the same kind; a detector as int8.
+def add(folder: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
+    """Put a vocabulary into a model folder, in place of what it had.
 
     Raises ModelError where it is no model folder, OptionError where the model does not know one of the languages.
     """
     folder = Path(folder)
     config, files = read_config(folder)
-    by_language = {_VOCABULARY: vocabulary, _LEXICON: lexicon, _TRIGRAMS: grammar}
-    parts = {name: part.pack() for name, part in by_language.items() if part is not None}
-    foreign = sorted({code for part in parts.values() for code in part} - set(config.languages))
+    foreign = sorted(set(vocabulary) - set(config.languages))
     OptionError.collect([f"the model does not know {code!r}, only {', '.join(config.languages)}" for code in foreign])
-    if detector is not None:
-        config = dataclasses.replace(config, detector=detector.config)
-        parts[_DETECTOR] = quantise(detector.state_dict(), torch.float32)
-    for name, part in parts.items():
-        files[name] = _write_tensors(folder / name, part)
+    files[_VOCABULARY] = _write_tensors(folder / _VOCABULARY, vocabulary.pack())
     _write_json(folder / "config.json", _described(config, files))
 
 
@@ -190,8 +182,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 def _described(config: ModelConfig, files: Mapping[str, str]) -> dict[str, Any]:
     described = {"format": FORMAT, **dataclasses.asdict(config), "files": dict(files)}
-    if config.detector is None:
-        del described["detector"]
+    if config.whisper is None:
+        del described["whisper"]
     return described
 
 
@@ -219,17 +211,13 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu", 
     generation = _parse(PDDOptions, _read_json(folder / "generation_config.json"), folder / "generation_config.json")
     packed = _tensors(folder, "vocabulary", files)
     vocabulary = Vocabulary.unpack(packed) if packed else None
-    words = _tensors(folder, "lexicon", files)
-    lexicon = Lexicon(words) if words else None
-    trigrams = _tensors(folder, "trigrams", files)
-    grammar = Grammar(trigrams) if trigrams else None
-    detector = None
-    if config.detector is not None:
+    whisper = None
+    if config.whisper is not None:
         with skeleton():
-            detector = LanguageDetector(config.detector)
-        _fill(detector, dequantise(_tensors(folder, "detector", files)), folder, device, dtype)
-        detector.requires_grad_(False).eval()
-    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored), lexicon, grammar, detector)
+            whisper = WhisperDecoder(config.whisper)
+        whisper_state = _all_tokens(dequantise(_tensors(folder, "whisper", files)), config.whisper.vocab_size)
+        _fill(whisper, whisper_state, folder, device, dtype)
+    return Model(config, decoder, encoder, generation, vocabulary, is_quantised(stored), whisper)
 
 
 def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, str]]:
@@ -248,6 +236,8 @@ def read_config(folder: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, 
             f"{path} has format {found!r}, this version of whisfusion reads format {FORMAT}: "
             "upgrade whisfusion, or pull the model again"
         )
+    # Folders of 0.1 may have one, of which nothing is read any more.
+    raw.pop("detector", None)
     files = raw.pop("files", None)
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path} lists no weight files: pull the model again")
@@ -372,7 +362,12 @@ def _parse(kind: type[_Options], raw: Mapping[str, Any], path: Path) -> _Options
     unknown = sorted(set(raw) - set(known))
     if unknown:
         raise ModelError(f"{path} has settings that this version of whisfusion does not know: {', '.join(unknown)}")
-    nested = {"decoder": DecoderConfig, "encoder": EncoderConfig, "canvas": Canvas, "detector": DetectorConfig}
+    nested = {
+        "decoder": DecoderConfig,
+        "encoder": EncoderConfig,
+        "canvas": Canvas,
+        "whisper": WhisperDecoderConfig,
+    }
     values = {
         name: _parse(nested[name], value, path)
         if name in nested

@@ -63,7 +63,7 @@ class DecoderConfig:
     spells_every: int = 0
     """After every so many of its layers the adapter spells what it has heard, and the next are told; 0: at the end."""
     speller: int = 0
-    """Layers above the adapter that CTC alone reads, for repair: the decoder does not hear them."""
+    """Layers above the adapter that CTC alone reads, for proofreading: the decoder does not hear them."""
     drafts: bool = False
     """Whether a masked position is told what the step before wrote there. Ours; off in the paper."""
     canvas: Canvas = field(default_factory=Canvas)

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,34 +22,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from whisfusion import attention
 from whisfusion.attention import Attend
 from whisfusion.checkpoint import Model
-from whisfusion.detector import places
 from whisfusion.encoder import audio_mask
 from whisfusion.fused import FusedEncoder, FusedStack
 from whisfusion.graphs import Clock, Graphs, Packing, Work, host_tensor, to_host
-from whisfusion.look import CANVASES, Canvases, Look, LookAt, looks, masked, predicted, read
 from whisfusion.mel import HOP, MAX_FRAMES, clip_frames, log_mel_of_padded
 from whisfusion.pdd import (
     Candidate,
     PDDOptions,
     Step,
-    Thoughts,
     batch_uniforms,
     collect,
     denoise,
     empty_canvas,
 )
-from whisfusion.repair import CHOICES
-from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
-from whisfusion.transcriber import DecodingOptions, Window
-from whisfusion.whisper import WhisperDecoder
-from whisfusion.writing import LANGUAGE_POSITION, ROWS_AT_ONCE, Head, Scorer, States, Writer
+from whisfusion.tokenizer import MASK, PROMPT_LENGTH, get_tokenizer
+from whisfusion.transcriber import DecodingOptions, Window, wants_spelling
+from whisfusion.whisper import WhisperDecoder, language_logits
+from whisfusion.writing import LANGUAGE_POSITION, Head, Scorer, States, Writer
 
 _log = logging.getLogger(__name__)
 
 _FRAMES = 128
 """Windows of a clip's own size are filled up to a multiple of this: fewer shapes, and keys in whole tiles."""
-_POSITIONS = 16
-"""Canvases of texts that are looked at again are filled up to a multiple of this."""
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention kernels, the fastest on Hopper first; each call takes the first that can do it."""
 
@@ -71,7 +64,6 @@ class Plan:
     rerank: bool
     spelling: bool
     """Whether the adapter's CTC is wanted."""
-    thoughts: bool
     trace: bool
 
     def __str__(self) -> str:
@@ -90,11 +82,11 @@ class Decoding:
     likelihoods: list[list[float]] | None
     """Of every candidate, to Whisper, where reranking was asked for."""
     bytes_B: list[Tensor] | None
-    """The adapter's CTC logits (T, V) of each window's own frames, for selection by spelling and for repair."""
-    thoughts: Thoughts | None
-    """What the decoder made of the empty canvases (B, L, M), for repair."""
-    look: LookAt | None = None
-    """What it makes of finished texts of the batch, for repair."""
+    """The adapter's CTC logits (T, V) of each window's own frames, for selection by spelling and for proofreading."""
+    audio_BTD: Tensor | None = None
+    """The encoder's features, on the device, for proofreading."""
+    heard_BT: Tensor | None = None
+    """Where they are a window's own; None where that is everywhere."""
 
 
 class GraphEngine:
@@ -115,7 +107,6 @@ class GraphEngine:
         self._language_ids_X = torch.tensor(
             [tokenizer.language_id(code) for code in model.config.languages], device=self._device
         )
-        self._places_X = torch.tensor(places(model.config.languages), device=self._device)
         self._scorer: Scorer | None = None
         self._graphs = Graphs(self._device) if capture else None
         self._lock = threading.Lock()
@@ -147,7 +138,7 @@ class GraphEngine:
             host = to_host(self.decode(plan, audio_BTD, batch))
             clock.lap("decode")
             # Where it lies now, the next batch's will be.
-            kept_BTD = audio_BTD.clone() if options.looks else None
+            kept_BTD = audio_BTD[: len(batch)].clone() if options.proofread else None
         canvas_B = self._canvas(batch)
 
         def wait(timings: dict[str, float]) -> Decoding:
@@ -155,7 +146,8 @@ class GraphEngine:
             decoding = _decoding({name: value[: len(batch)] for name, value in host.items()}, canvas_B)
             if kept_BTD is None:
                 return decoding
-            return replace(decoding, look=partial(self.look, plan, kept_BTD, batch, decoding.languages))
+            heard_BT = self._heard(frames_B[: len(batch)].to(self._device), kept_BTD.shape[1])
+            return replace(decoding, audio_BTD=kept_BTD, heard_BT=heard_BT)
 
         return wait
 
@@ -172,8 +164,7 @@ class GraphEngine:
             pdd=options.pdd,
             detect=any(window.language is None for window in batch),
             rerank=rerank,
-            spelling=options.selection == "spelling" or options.words or bool(options.repair),
-            thoughts=bool(options.repair),
+            spelling=wants_spelling(options) and self.model.config.decoder.adapter > 0,
             trace=options.trace,
         )
 
@@ -227,56 +218,6 @@ class GraphEngine:
 
         return self._run(plan, work, {"audio": audio_BTD, "packed": packed})
 
-    def look(
-        self,
-        plan: Plan,
-        audio_BTD: Tensor,
-        batch: Sequence[Window],
-        languages: Sequence[str],
-        texts: Sequence[tuple[int, ...]],
-    ) -> list[Look]:
-        """What the decoder makes of finished texts of a batch, whose features are given; waits for it."""
-        longest = PROMPT_LENGTH + 1 + max(map(len, texts))
-        positions = min(self.model.config.decoder.canvas.size, -(-longest // _POSITIONS) * _POSITIONS)
-        prompts = torch.tensor([get_tokenizer().prompt(language) for language in _filled(languages, plan.rows)])
-        canvases = Canvases.of(prompts, _filled(texts, plan.rows), positions=positions)
-        inputs = {"written": canvases.written_BL, "counts": canvases.counts_B, "frames": self.frames(plan, batch)}
-        packing = Packing.of(inputs)
-        packed = packing.pack(inputs, host_tensor(packing.size, dtype=torch.uint8, device=self._device))
-
-        def work(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return self._look(values["audio"], **packing.unpack(values["packed"]))
-
-        with self._lock:
-            clock = Clock(self._device)
-            found = self._run(("look", plan.rows, plan.frames, positions), work, {"audio": audio_BTD, "packed": packed})
-            host = to_host(found)
-            clock.lap("look")
-        clock.wait({})
-        return looks(texts, Thoughts(host["tokens"], host["logprobs"]), host["written"])
-
-    def _look(self, audio_BTD: Tensor, *, written: Tensor, counts: Tensor, frames: Tensor) -> dict[str, Tensor]:
-        """Features and texts (B, L) to the likeliest tokens after the prompts, and how likely what is written is."""
-        heard_BT, positions = self._heard(frames, audio_BTD.shape[1]), written.shape[1]
-        memory_BTD, own = self.model.decoder.prepare(audio_BTD, heard_BT, positions=positions, counts_B=counts)
-        tokens_B2L, own_BL = masked(written, counts)
-        audio = self._decoder.listen(memory_BTD, own.heard_BT)
-        states = States(self.model.decoder, self._decoder, audio, own.anchors_BLD, own_BL)
-        states_BLD = predicted(states(tokens_B2L).unflatten(0, (-1, CANVASES)))[:, PROMPT_LENGTH:]
-        written_BL = written[:, PROMPT_LENGTH:]
-        list_R = self._head.lists_of(written, written_BL.shape[1])
-
-        def logits(rows: slice) -> Tensor:
-            return self._head.allowed(self._head(states_BLD.flatten(0, 1)[rows])[:, :SAMPLEABLE], list_R, rows)
-
-        tokens_RM, logprobs_RM, written_R = read(logits, written_BL.flatten(), CHOICES, at_once=ROWS_AT_ONCE)
-        shape = written_BL.shape
-        return {
-            "tokens": tokens_RM.int().unflatten(0, shape),
-            "logprobs": logprobs_RM.unflatten(0, shape),
-            "written": written_R.unflatten(0, shape),
-        }
-
     def _inputs(self, plan: Plan, batch: Sequence[Window]) -> dict[str, Tensor]:
         """All that is decoded with besides the audio, on the host."""
         tokenizer = get_tokenizer()
@@ -321,15 +262,13 @@ class GraphEngine:
 
         prompts_BP = inputs["prompts"]
         if plan.detect:
-            if self.model.detector is None:
+            if self.model.whisper is None:
                 logits_BX = self._asked(states, prompts_BP, plan.positions)
             else:
-                logits_BX = self.model.detector(audio_BTD, heard_BT)[:, self._places_X]
+                logits_BX = language_logits(self.model.whisper, audio_BTD, self.model.config.languages, heard_BT)
             prompts_BP = self._told(prompts_BP, inputs["unknown"], logits_BX)
         tokens_B1L, writable_B1L = empty_canvas(prompts_BP, canvas_B, plan.positions)
-        write = Writer(
-            states, self._head, prompts_BP, plan.pdd.temperature, choices=CHOICES * plan.thoughts, mark=self.mark
-        )
+        write = Writer(states, self._head, prompts_BP, plan.pdd.temperature, mark=self.mark)
         tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, inputs["uniforms"], plan.pdd)
         result = {"tokens": tokens_BKL.int(), "logprobs": logprobs_BKL, "languages": prompts_BP[:, LANGUAGE_POSITION]}
         if plan.trace:
@@ -339,8 +278,6 @@ class GraphEngine:
         if plan.spelling:
             assert own.bytes_BTV is not None
             result |= {"bytes": own.bytes_BTV, "spelled": own.spelled_positions()}
-        if write.thoughts is not None:
-            result |= {"thoughts": write.thoughts.tokens.int(), "thought logprobs": write.thoughts.logprobs}
         if plan.rerank:
             assert self._scorer is not None
             result["likelihoods"] = self._scorer(audio_BTD, heard_BT, prompts_BP, tokens_BKL)
@@ -384,5 +321,4 @@ def _decoding(host: Mapping[str, Tensor], canvas_B: list[int]) -> Decoding:
         bytes_B=[own[:count] for own, count in zip(host["bytes"], host["spelled"].tolist(), strict=True)]
         if "bytes" in host
         else None,
-        thoughts=Thoughts(host["thoughts"], host["thought logprobs"]) if "thoughts" in host else None,
     )

@@ -9,14 +9,14 @@ Letters: B utterances, K candidates, N steps, L canvas positions, R positions to
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from whisfusion.decoder import Draft
 from whisfusion.errors import OptionError
-from whisfusion.sampling import most_likely, sample
+from whisfusion.sampling import sample
 from whisfusion.tokenizer import ENDOFTEXT, MASK
 from whisfusion.vocabulary import Columns
 
@@ -163,27 +163,12 @@ class UtteranceStep:
     """The token's log-probability when it was last written."""
 
 
-class Thoughts(NamedTuple):
-    """The likeliest tokens of each position, the likeliest first, and their log-probabilities."""
-
-    tokens: Tensor
-    """(..., L, M)"""
-    logprobs: Tensor
-    """Minus infinity where there are fewer that may be written."""
-
-    def of(self, row: int, positions: slice) -> "Thoughts":
-        """The part of one utterance of a batch, for the given positions of its canvas."""
-        return Thoughts(self.tokens[row, positions], self.logprobs[row, positions])
-
-
 @dataclass(frozen=True)
 class Decoded:
-    """All candidates of a batch; the steps that led there, and first thoughts, if they were asked for."""
+    """All candidates of a batch, and the steps that led there, if they were asked for."""
 
     candidates: list[list[Candidate]]
     trace: list[Step]
-    thoughts: Thoughts | None = None
-    """What the model made of the empty canvases (B, L, M)."""
 
 
 def draw_uniforms(seed: int, options: PDDOptions, positions: int) -> Tensor:
@@ -205,30 +190,23 @@ def parallel_decode(
     *,
     columns: Columns | None = None,
     trace: bool = False,
-    choices: int = 0,
 ) -> Decoded:
     """Decode B utterances with canvases of `canvas_B` positions, prompt included, each from its own seed.
 
     `columns`: what the columns of the predictor's logits stand for; None where each is the id of its own number.
-    `choices`: how many thoughts to keep of each position.
     """
     device, longest = prompts_BP.device, max(canvas_B)
     columns = Columns.all(device) if columns is None else columns
     uniforms_BKN2L = batch_uniforms(seeds_B, canvas_B, options, longest).to(device)
     tokens_B1L, writable_B1L = empty_canvas(prompts_BP, torch.tensor(list(canvas_B), device=device), longest)
 
-    kept: list[Thoughts | None] = []
-
     def write(*canvases: Any) -> tuple[Tensor, Tensor, Tensor]:
-        written, thoughts = _write(predictor, columns, *canvases, options.temperature, 0 if kept else choices)
-        kept.append(thoughts)
-        return written
+        return _write(predictor, columns, *canvases, options.temperature)
 
     tokens_BKL, logprobs_BKL, steps = denoise(write, tokens_B1L, writable_B1L, uniforms_BKN2L, options)
     return Decoded(
         collect(tokens_BKL, logprobs_BKL, prompts_BP.shape[1], canvas_B),
         steps if trace else [],
-        kept[0],
     )
 
 
@@ -297,12 +275,10 @@ def _write(
     ends_BKL: Tensor,
     uniforms_BKL: Tensor,
     temperature: float,
-    choices: int,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Thoughts | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Write every wanted position; a canvas that stands for several candidates is written once for each.
 
-    Returns tokens, their log-probabilities, and what endoftext's would have been; and the `choices` likeliest tokens of
-    the first canvas of each utterance, where there are to be any.
+    Returns tokens, their log-probabilities, and what endoftext's would have been.
     """
     states_BKLD = predictor.states(tokens_BKL, draft)
     draws = uniforms_BKL.shape[1] // tokens_BKL.shape[1]
@@ -310,7 +286,7 @@ def _write(
     # (R, draws): each wanted position for all the candidates that it stands for.
     at = (b_R, k_R, slice(None), l_R)
     states_RD, uniforms_RC = states_BKLD[b_R, k_R, l_R], uniforms_BKL.unflatten(1, (-1, draws))[at]
-    written, logprobs, ends, likely = [], [], [], []
+    written, logprobs, ends = [], [], []
     at_once = max(1, _LOGITS_AT_ONCE.get(states_RD.device.type, _MOST_LOGITS_AT_ONCE) // len(columns.ids_V))
     for states, uniforms, rows in zip(
         *(values.split(at_once) for values in (states_RD, uniforms_RC, b_R)), strict=True
@@ -322,18 +298,10 @@ def _write(
         written.append(columns.ids_V[drawn_RC])
         logprobs.append(logits_RV.gather(1, drawn_RC) - total_R1)
         ends.append((logits_RV[:, -1:] - total_R1).expand_as(drawn_RC))
-        if choices:
-            likely.append(most_likely(logits_RV, total_R1, choices))
     canvases = tokens_BKL.repeat_interleave(draws, 1), logprobs_BKL.clone(), ends_BKL.clone()
     for values_BKL, new in zip(canvases, (written, logprobs, ends), strict=True):
         values_BKL.unflatten(1, (-1, draws))[at] = torch.cat(new) if len(new) > 1 else new[0]
-    if not choices:
-        return canvases, None
-    columns_BLM = b_R.new_zeros((*tokens_BKL[:, 0].shape, choices))
-    thoughts = Thoughts(columns_BLM, torch.full(columns_BLM.shape, -math.inf, device=b_R.device))
-    for values_BLM, new in zip(thoughts, zip(*likely, strict=True), strict=True):
-        values_BLM[b_R[k_R == 0], l_R[k_R == 0]] = torch.cat(new)[k_R == 0]
-    return canvases, Thoughts(columns.ids_V[thoughts.tokens], thoughts.logprobs)
+    return canvases
 
 
 def ended(tokens: Tensor, writable: Tensor) -> Tensor:

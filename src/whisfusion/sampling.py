@@ -1,4 +1,4 @@
-"""Draw tokens from logits, or name the likeliest.
+"""Draw tokens from logits.
 
 Letters: R positions to write, V vocabulary, C draws of a position, M columns that matter.
 """
@@ -10,12 +10,6 @@ _LEAST_UNIFORM = 2.0**-25
 _NEGLIGIBLE = -30.0
 """Log-mass next to the likeliest token's, of which a whole vocabulary is still less than the least uniform."""
 _BLOCK, _LIKELY_BLOCKS = 64, 16
-
-
-def most_likely(logits_RV: Tensor, total_R1: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """The columns (R, M) with the highest logits, highest first, and their log-probabilities."""
-    values_RM, columns_RM = logits_RV.topk(choices, dim=1)
-    return columns_RM, values_RM - total_R1
 
 
 def sample(logits_RV: Tensor, uniforms_RC: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from whisfusion.ctc import log_likelihoods
 from whisfusion.errors import OptionError
 from whisfusion.normalise import edit_rate, pairwise_edits, units
-from whisfusion.pdd import Candidate, Thoughts
+from whisfusion.pdd import Candidate
 from whisfusion.tokenizer import get_tokenizer
 from whisfusion.whisper import WhisperDecoder, log_likelihood
 
@@ -34,8 +34,6 @@ class Pool:
     """Whisper's of every candidate, where the engine has worked them out already."""
     bytes_TV: Tensor | None = None
     """CTC logits of the model's adapter, of the utterance's own frames."""
-    thoughts: Thoughts | None = None
-    """What the decoder made of the empty canvas; for repair, no selector looks at it."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Letters: B windows, K candidates, L canvas positions, T audio positions, D width.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,17 +12,15 @@ from torch import Tensor
 
 from whisfusion.checkpoint import Model
 from whisfusion.decoder import DiffusionDecoder, Draft
-from whisfusion.detector import places
 from whisfusion.encoder import audio_mask
 from whisfusion.engine import Decoding, GraphEngine
 from whisfusion.errors import LanguageError, OptionError
-from whisfusion.look import Canvases, Look, LookAt, looks, masked, predicted, read
 from whisfusion.mel import Mel, log_mel
 from whisfusion.memory import AudioMemory
-from whisfusion.outcome import heard_of, mended, own_thoughts, pool_of
-from whisfusion.pdd import Step, Thoughts, parallel_decode
+from whisfusion.outcome import heard_of, pool_of
+from whisfusion.pdd import Step, parallel_decode
+from whisfusion.proofread import proofread
 from whisfusion.quantise import Int8Linear, to_int8
-from whisfusion.repair import CHOICES
 from whisfusion.selection import (
     HighestConfidence,
     MinimumBayesRisk,
@@ -34,14 +31,13 @@ from whisfusion.selection import (
     WhisperRerank,
 )
 from whisfusion.tokenizer import MASK, PROMPT_LENGTH, SAMPLEABLE, get_tokenizer
-from whisfusion.transcriber import DecodingOptions, Stopwatch, Window
+from whisfusion.transcriber import DecodingOptions, Stopwatch, Window, wants_spelling
 from whisfusion.transcript import Heard
 from whisfusion.vocabulary import Columns, Vocabulary
+from whisfusion.whisper import WhisperDecoder, language_logits, prompts
 from whisfusion.words import time_words
 
 _LANGUAGE_POSITION = 1
-_LOOKED_AT_ONCE = 1024
-"""Positions of texts that are looked at for which logits over the vocabulary exist at a time."""
 
 
 Head = Callable[[Tensor], Tensor]
@@ -82,8 +78,8 @@ class DiffusionSystem:
             # What the plain path takes is mostly launches. On a CPU there is nothing to gain.
             for block in model.decoder.blocks:
                 block.lay_together()
-        self._rerank: WhisperRerank | None = None
-        self._heads: dict[str | None, Head] = {}
+        self._whisper = model.whisper
+        self._heads: dict[tuple[str, str | None], Head] = {}
 
     @property
     def _device(self) -> torch.device:
@@ -100,9 +96,8 @@ class DiffusionSystem:
         if language is not None and language not in config.languages:
             raise LanguageError(f"this model was not trained on {language!r}, only on {', '.join(config.languages)}")
         self._selector(options)
-        options = self._settled(options)
-        if options.looks and (options.looks < 0 or not options.repair):
-            raise OptionError("looks must be 0, or more where a model with an adapter repairs")
+        if options.proofread:
+            self._whisper_decoder()
         if options.words and not self.times_words:
             raise OptionError("words are timed by a model with an adapter: leave out word_timestamps")
 
@@ -122,7 +117,7 @@ class DiffusionSystem:
             heard = [one for part in self._parts(batch) for one in self.recognise(part, options, timings)]
             return lambda: heard
         options = self._settled(options)
-        scorer = self._reranker().decoder if options.selection == "rerank" else None
+        scorer = self._whisper_decoder() if options.selection == "rerank" else None
         wait = self._engine.start(batch, options, scorer)
         return lambda: self._finish(wait(timings), batch, options, timings)
 
@@ -136,7 +131,7 @@ class DiffusionSystem:
     def _finish(
         self, decoding: Decoding, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> list[Heard]:
-        watch = Stopwatch(timings)
+        watch = Stopwatch(timings, self._device)
         nothing = [None] * len(batch)
         pools = [
             pool_of(
@@ -144,20 +139,20 @@ class DiffusionSystem:
                 language,
                 likelihoods=scores,
                 bytes_TV=bytes_TV,
-                thoughts=thoughts,
                 reference=window.reference,
             )
-            for candidates, language, scores, bytes_TV, thoughts, window in zip(
+            for candidates, language, scores, bytes_TV, window in zip(
                 decoding.candidates,
                 decoding.languages,
                 decoding.likelihoods or nothing,
                 decoding.bytes_B or nothing,
-                own_thoughts(decoding.thoughts, decoding.canvas_B),
                 batch,
                 strict=True,
             )
         ]
-        heard = self._select(pools, decoding.steps, decoding.canvas_B, options, decoding.look)
+        heard = self._select(
+            pools, decoding.steps, decoding.canvas_B, options, decoding.audio_BTD, decoding.heard_BT, watch
+        )
         watch.lap("select")
         return heard
 
@@ -174,7 +169,7 @@ class DiffusionSystem:
             languages = [given or found for given, found in zip(languages, detected, strict=True)]
         spoken = [language for language in languages if language is not None]
         prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken], device=self._device)
-        columns, head = self._vocabulary(spoken)
+        columns, head = self._vocabulary(spoken, self.model.decoder.output_weight, "decoder")
         decoded = parallel_decode(
             replace(predictor, head=head),
             prompts_BP,
@@ -183,13 +178,11 @@ class DiffusionSystem:
             options.pdd,
             columns=columns,
             trace=options.trace,
-            choices=CHOICES * bool(options.repair),
         )
         watch.lap("decode")
         lengths = [audio_BTD.shape[1]] * len(batch) if heard_BT is None else heard_BT.sum(1).tolist()
-        spells = options.selection == "spelling" or options.words or options.repair
+        spells = wants_spelling(options) and predictor.memory.bytes_BTV is not None
         bytes_B = predictor.memory.own_bytes() if spells else [None] * len(batch)
-        thoughts_B = own_thoughts(decoded.thoughts, canvas_B)
         pools = [
             pool_of(
                 candidates,
@@ -197,17 +190,11 @@ class DiffusionSystem:
                 audio_TD=audio_BTD[row, : lengths[row]],
                 reference=batch[row].reference,
                 bytes_TV=bytes_B[row],
-                thoughts=thoughts_B[row],
             )
             for row, (candidates, language) in enumerate(zip(decoded.candidates, spoken, strict=True))
         ]
 
-        def look(texts: Sequence[tuple[int, ...]]) -> list[Look]:
-            return self._look(replace(predictor, head=head), columns, prompts_BP, texts)
-
-        heard = self._select(pools, decoded.trace, canvas_B, options, look)
-        watch.lap("select")
-        return heard
+        return self._select(pools, decoded.trace, canvas_B, options, audio_BTD, heard_BT, watch)
 
     def _select(
         self,
@@ -215,16 +202,18 @@ class DiffusionSystem:
         steps: Sequence[Step],
         canvas_B: Sequence[int],
         options: DecodingOptions,
-        look: LookAt | None = None,
+        audio_BTD: Tensor | None,
+        heard_BT: Tensor | None,
+        watch: Stopwatch,
     ) -> list[Heard]:
         selections = self._selector(options)(pools)
         chosen = [pool.candidates[selection.index] for pool, selection in zip(pools, selections, strict=True)]
-        if options.repair:
-            room = self.model.config.decoder.canvas.size - PROMPT_LENGTH - 1
-            known = self.model.lexicon or {}, self.model.grammar or {}
-            texts = mended(pools, chosen, *known, look=look, looks=options.looks or 0, room=room)
-        else:
-            texts = [candidate.tokens for candidate in chosen]
+        texts = [candidate.tokens for candidate in chosen]
+        watch.lap("select")
+        if options.proofread:
+            assert audio_BTD is not None
+            texts = self._proofread(texts, pools, audio_BTD, heard_BT)
+            watch.lap("proofread")
         traces = [
             tuple(step.of(row, slice(PROMPT_LENGTH, positions)) for step in steps)
             for row, positions in enumerate(canvas_B)
@@ -233,7 +222,19 @@ class DiffusionSystem:
             time_words(text, pool.bytes_TV, pool.language) if options.words and pool.bytes_TV is not None else ()
             for pool, text in zip(pools, texts, strict=True)
         ]
-        return [heard_of(*parts) for parts in zip(pools, selections, texts, words, traces, strict=True)]
+        heard = [heard_of(*parts) for parts in zip(pools, selections, texts, words, traces, strict=True)]
+        watch.lap("select")
+        return heard
+
+    @torch.no_grad()
+    def _proofread(
+        self, texts: Sequence[tuple[int, ...]], pools: Sequence[Pool], audio_BTD: Tensor, heard_BT: Tensor | None
+    ) -> list[tuple[int, ...]]:
+        decoder, languages = self._whisper_decoder(), [pool.language for pool in pools]
+        columns, head = self._vocabulary(languages, decoder.embed.weight, "whisper")
+        prompts_BP = prompts(languages, len(pools), decoder.config.vocab_size).to(self._device)
+        spelled = [pool.bytes_TV for pool in pools]
+        return proofread(decoder, head, columns, texts, prompts_BP, audio_BTD, heard_BT, spelled)
 
     def _encode(self, batch: Sequence[Window], watch: Stopwatch) -> tuple[Tensor, Tensor | None]:
         config, encoder = self.model.config, self.model.encoder
@@ -273,48 +274,19 @@ class DiffusionSystem:
             canvas_BL = torch.arange(max(canvas_B), device=self._device) < own_B[:, None]
         return DecoderPredictor(self.model.decoder, memory, canvas_BL, self.model.decoder.logits), canvas_B
 
-    def _vocabulary(self, languages: Sequence[str]) -> tuple[Columns, Head]:
-        """What may be written in a batch, and the rows of the output head for it."""
+    def _vocabulary(self, languages: Sequence[str], weight_VD: Tensor, of: str) -> tuple[Columns, Head]:
+        """What may be written in a batch, and the rows of an output head for it; `of` names the head."""
         columns = (self.model.vocabulary or Vocabulary({})).columns(languages, self._device)
         # Of one language, or of all: heads are copies, and combinations without number would fill the memory.
         everything = len(columns.ids_V) == SAMPLEABLE
-        key = None if everything else languages[0]
+        key = of, None if everything else languages[0]
         if key not in self._heads:
             rows = slice(SAMPLEABLE) if everything else columns.ids_V
-            self._heads[key] = self._head(self.model.decoder.output_weight[rows])
+            self._heads[key] = self._head(weight_VD[rows])
         return columns, self._heads[key]
 
     def _head(self, weight_VD: Tensor) -> Head:
         return lambda states_RD: F.linear(states_RD, weight_VD)
-
-    @torch.no_grad()
-    def _look(
-        self, predictor: DecoderPredictor, columns: Columns, prompts_BP: Tensor, texts: Sequence[tuple[int, ...]]
-    ) -> list[Look]:
-        """What the decoder makes of finished texts."""
-        canvases = Canvases.of(prompts_BP.cpu(), texts, positions=PROMPT_LENGTH + 1 + max(map(len, texts)))
-        written_BL, counts_B = canvases.written_BL.to(self._device), canvases.counts_B.to(self._device)
-        tokens_B2L, own_BL = masked(written_BL, counts_B)
-        memory = self.model.decoder.cut(predictor.memory, positions=written_BL.shape[1], counts_B=counts_B)
-        alike = len({len(text) for text in texts}) == 1
-        predictor = replace(predictor, memory=memory, canvas_BL=None if alike else own_BL)
-        states_BLD = predicted(predictor.states(tokens_B2L))[:, PROMPT_LENGTH:]
-        row_R = torch.arange(len(texts), device=self._device).repeat_interleave(states_BLD.shape[1])
-
-        def logits(rows: slice) -> Tensor:
-            logits_RV = predictor.logits(states_BLD.flatten(0, 1)[rows])
-            if columns.allowed_BV is None:
-                return logits_RV
-            return logits_RV.masked_fill(~columns.allowed_BV[row_R[rows]], -math.inf)
-
-        written_R = written_BL[:, PROMPT_LENGTH:].flatten().contiguous()
-        places_R = torch.searchsorted(columns.ids_V, written_R).clamp(max=len(columns.ids_V) - 1)
-        columns_RM, logprobs_RM, own_R = read(logits, places_R, CHOICES, at_once=_LOOKED_AT_ONCE)
-        # A word of the lexicon may have tokens that the language's list has not.
-        own_R = own_R.masked_fill(columns.ids_V[places_R] != written_R, -math.inf)
-        shape = states_BLD.shape[:2]
-        thoughts = Thoughts(columns.ids_V[columns_RM].unflatten(0, shape), logprobs_RM.unflatten(0, shape))
-        return looks(texts, thoughts, own_R.unflatten(0, shape))
 
     @torch.no_grad()
     def _detect(
@@ -324,10 +296,10 @@ class DiffusionSystem:
         heard_BT: Tensor | None,
         predictor: DecoderPredictor | None = None,
     ) -> list[str]:
-        """By the detector; without one, by the decoder's look at an empty canvas whose language is masked too."""
-        config, detector = self.model.config, self.model.detector
-        if detector is not None:
-            logits_BX = detector(audio_BTD, heard_BT)[:, places(config.languages)]
+        """By Whisper's decoder; without it, by the decoder's look at an empty canvas whose language is masked too."""
+        config, whisper = self.model.config, self.model.whisper
+        if whisper is not None:
+            logits_BX = language_logits(whisper, audio_BTD, config.languages, heard_BT)
             return [config.languages[i] for i in logits_BX.argmax(1).tolist()]
         if not config.detects_language:
             raise LanguageError("this model does not detect the language: give one with --language (language=...)")
@@ -346,7 +318,7 @@ class DiffusionSystem:
 
     def _selector(self, options: DecodingOptions) -> Selector:
         if options.selection == "rerank":
-            return self._reranker()
+            return WhisperRerank(self._whisper_decoder())
         simple = {
             "mbr": MinimumBayesRisk,
             "confidence": HighestConfidence,
@@ -361,23 +333,20 @@ class DiffusionSystem:
         return simple[options.selection]()
 
     def _settled(self, options: DecodingOptions) -> DecodingOptions:
-        """What was left to the model: where it can, chosen candidates are mended, and what was mended is looked at."""
-        can, repair, looks = self.model.config.decoder.adapter > 0, options.repair, options.looks
-        if repair and not can:
-            raise OptionError("repair needs a model with an adapter")
-        if repair is None:
-            # What the oracle chooses is a bound on choosing, not a transcript.
-            repair = can and options.selection != "oracle"
-        return replace(options, repair=repair, looks=int(repair) if looks is None else looks)
+        """What was left to the model: where Whisper's decoder comes with it, it proofreads what was chosen."""
+        if options.proofread is not None:
+            return options
+        # What the oracle chooses is a bound on choosing, not a transcript.
+        return replace(options, proofread=self.model.whisper is not None and options.selection != "oracle")
 
-    def _reranker(self) -> WhisperRerank:
-        """Whisper's decoder, read from the cache on first use."""
-        if self._rerank is None:
+    def _whisper_decoder(self) -> WhisperDecoder:
+        """Whisper's decoder: the model's own, or read from the cache on first use."""
+        if self._whisper is None:
             from whisfusion.weights import load_whisper
 
-            whisper = load_whisper(self.model.config.encoder_name, self._device, self.model.encoder.positions.dtype)
-            self._rerank = WhisperRerank(whisper.decoder)
-        return self._rerank
+            config = self.model.config
+            self._whisper = load_whisper(config.encoder_name, self._device, self.model.encoder.positions.dtype).decoder
+        return self._whisper
 
 
 class Int8System(DiffusionSystem):
@@ -386,7 +355,7 @@ class Int8System(DiffusionSystem):
     def __init__(self, model: Model) -> None:
         """Changes the model's modules."""
         super().__init__(model)
-        to_int8(model.encoder, model.decoder)
+        to_int8(model.encoder, model.decoder, *([] if model.whisper is None else [model.whisper]))
 
     def _head(self, weight_VD: Tensor) -> Head:
         return Int8Linear(weight_VD)

@@ -46,12 +46,15 @@ class DecodingOptions:
     pdd: PDDOptions
     selection: SelectionName = "mbr"
     trace: bool = False
-    repair: bool | None = None
-    """Whether the chosen candidate is mended; None where the model can, but for the oracle."""
-    looks: int | None = None
-    """How often the decoder looks at what was mended, for it to be mended again; None: once where it is mended."""
+    proofread: bool | None = None
+    """Whether Whisper's decoder corrects what was chosen; None: where it comes with the model, but for the oracle."""
     words: bool = False
     """Whether words are timed."""
+
+
+def wants_spelling(options: DecodingOptions) -> bool:
+    """Whether the CTC of an adapter is of use."""
+    return options.selection == "spelling" or options.words or bool(options.proofread)
 
 
 class System(Protocol):
@@ -90,8 +93,7 @@ class TranscribeOptions(TypedDict, total=False):
     temperature: float | None
     remask: Literal["random", "confidence"] | None
     selection: SelectionName
-    repair: bool | None
-    looks: int | None
+    proofread: bool | None
     word_timestamps: bool
     reference: str | Sequence[str] | None
     seed: int
@@ -126,10 +128,8 @@ class Transcriber:
         candidates, steps, trajectory, temperature, remask: K, N and the rest of `PDDOptions`; the model's own if None.
         selection: "mbr", "confidence", "spelling" (mbr, and what the adapter's CTC finds likely), "rerank" (by
             Whisper's likelihood) or "oracle".
-        repair: whether the chosen candidate is mended where decoder and adapter's CTC find other words likelier; None
-            where the model can.
-        looks: how often the decoder looks at what was mended, both neighbours of each token in sight, for it to be
-            mended again; None: once where it is mended.
+        proofread: whether Whisper's own decoder reads the chosen candidate, all of it at once, and corrects it where it
+            and the adapter's CTC find other words likelier; None where it comes with the model.
         word_timestamps: tell when each word was said, in the segments' `words`; for models with an adapter, whose CTC
             hears where letters are.
         reference: the true transcript or transcripts, for the oracle alone.
@@ -156,8 +156,7 @@ class Transcriber:
         temperature: float | None = None,
         remask: Literal["random", "confidence"] | None = None,
         selection: SelectionName = "mbr",
-        repair: bool | None = None,
-        looks: int | None = None,
+        proofread: bool | None = None,
         word_timestamps: bool = False,
         reference: str | Sequence[str] | None = None,
         seed: int = 0,
@@ -186,7 +185,7 @@ class Transcriber:
             "remask": remask,
         }
         pdd = override_options(self.system.default, given)
-        options = DecodingOptions(pdd, selection, trace, repair, looks, word_timestamps)
+        options = DecodingOptions(pdd, selection, trace, proofread, word_timestamps)
         asked = languages if sources else [canonical_language(language) if isinstance(language, str) else None]
         for code in dict.fromkeys(asked):
             self.system.check(options, code)

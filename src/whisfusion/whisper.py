@@ -77,21 +77,26 @@ class WhisperDecoder(nn.Module):
         memory_mask_BT: Tensor | None = None,
         cache: Cache | None = None,
         offset: int = 0,
+        places_GL: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """States (G, L, D) of which `logits` are made.
 
         With a `cache`, `tokens_GL` continue what it has seen, from position `offset` on, one token at a time
-        after the first call.
+        after the first call; or, with `places_GL`, at any positions, each token seeing those of `mask`, which is
+        true where one may be seen and broadcasts to (G, heads, L, all that the cache will hold).
         """
         length = tokens_GL.shape[1]
-        x_GLD = self.embed(tokens_GL) + self.positions[offset : offset + length]
+        positions = self.positions[offset : offset + length] if places_GL is None else self.positions[places_GL]
+        x_GLD = self.embed(tokens_GL) + positions
         memory_mask = None if memory_mask_BT is None else memory_mask_BT[:, None, None, :]
         for i, block in enumerate(self.blocks):
             x_GLD = block(
                 x_GLD,
                 memory[i],
+                self_mask=mask,
                 memory_mask=memory_mask,
-                causal=length > 1,
+                causal=length > 1 and mask is None,
                 cache=None if cache is None else (cache, i),
             )
         return self.norm(x_GLD)
@@ -171,7 +176,7 @@ def greedy(
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     vocab_size, device = decoder.config.vocab_size, audio_BTD.device
     suppressed, at_start = _suppressed(vocab_size, device)
-    prompt_BL = _prompts(language, len(audio_BTD), vocab_size).to(device)
+    prompt_BL = prompts(language, len(audio_BTD), vocab_size).to(device)
     memory, cache = decoder.listen(audio_BTD), Cache()
     logits_BLV = decoder(prompt_BL, memory, memory_mask_BT=audio_mask_BT, cache=cache)
     no_speech_B = logits_BLV[:, 0].softmax(-1)[:, whisper_id(NOSPEECH, vocab_size)].tolist()
@@ -215,14 +220,32 @@ def detect_language(
     decoder: WhisperDecoder, audio_BTD: Tensor, *, audio_mask_BT: Tensor | None = None
 ) -> list[dict[str, float]]:
     """For each utterance, the probability of every language that this Whisper knows, the likeliest first."""
-    vocab_size = decoder.config.vocab_size
-    rows = embedding_rows(vocab_size)
-    known = {code: rows[get_tokenizer().language_id(code)] for code in LANGUAGES}
-    known = {code: row for code, row in known.items() if row is not None}
-    start_B1 = torch.full((len(audio_BTD), 1), STARTOFTRANSCRIPT, device=audio_BTD.device)
-    logits_BV = decoder(start_B1, decoder.listen(audio_BTD), memory_mask_BT=audio_mask_BT)[:, -1]
-    probabilities = logits_BV[:, list(known.values())].softmax(-1).tolist()
+    rows = embedding_rows(decoder.config.vocab_size)
+    known = [code for code in LANGUAGES if rows[get_tokenizer().language_id(code)] is not None]
+    probabilities = language_logits(decoder, audio_BTD, known, audio_mask_BT).softmax(-1).tolist()
     return [dict(sorted(zip(known, utterance, strict=True), key=lambda pair: -pair[1])) for utterance in probabilities]
+
+
+@torch.no_grad()
+def language_logits(
+    decoder: WhisperDecoder,
+    audio_BTD: Tensor,
+    languages: Sequence[str],
+    audio_mask_BT: Tensor | None = None,
+    *,
+    memory: list[KeysValues] | None = None,
+) -> Tensor:
+    """Logits (B, X) of languages that this Whisper knows: the first token that it would write.
+
+    `memory`: what the decoder makes of the audio, where that has been made already.
+    """
+    tokenizer = get_tokenizer()
+    ids = [whisper_id(tokenizer.language_id(code), decoder.config.vocab_size) for code in languages]
+    start_B1 = torch.full((len(audio_BTD), 1), STARTOFTRANSCRIPT, device=audio_BTD.device)
+    memory = decoder.listen(audio_BTD) if memory is None else memory
+    states_BD = decoder.states(start_B1, memory, memory_mask_BT=audio_mask_BT)[:, -1]
+    # Row by row: a list as an index could not be captured in a graph.
+    return (states_BD @ torch.stack([decoder.embed.weight[i] for i in ids]).T).float()
 
 
 @torch.no_grad()
@@ -244,7 +267,7 @@ def log_likelihood(
     not have.
     """
     vocab_size, device = decoder.config.vocab_size, audio_BTD.device
-    prompt_BL = _prompts(language, len(audio_BTD), vocab_size)
+    prompt_BL = prompts(language, len(audio_BTD), vocab_size)
     folded = max(map(len, candidates), default=0)
     if not folded:
         return [[] for _ in candidates]
@@ -281,13 +304,14 @@ def _before_end(tokens: Sequence[int]) -> list[int]:
     return tokens[: tokens.index(ENDOFTEXT)] if ENDOFTEXT in tokens else tokens
 
 
-def _prompts(language: str | Sequence[str], utterances: int, vocab_size: int) -> Tensor:
+def prompts(language: str | Sequence[str], utterances: int, vocab_size: int) -> Tensor:
     """Prompts (B, PROMPT_LENGTH) in the ids of a Whisper with `vocab_size` tokens."""
     languages = [language] * utterances if isinstance(language, str) else language
     if len(languages) != utterances:
         raise ValueError(f"{len(languages)} languages for {utterances} utterances; give one, or one for each")
-    prompts = [get_tokenizer().prompt(each) for each in languages]
-    return torch.tensor([[whisper_id(token, vocab_size) for token in prompt] for prompt in prompts])
+    return torch.tensor(
+        [[whisper_id(token, vocab_size) for token in get_tokenizer().prompt(each)] for each in languages]
+    )
 
 
 def _suppressed(vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Writing on canvases in shapes that are known beforehand: what the fast engine does between encoder and candidates.
 
 Letters: B windows, K candidates, G = B * K sequences, L canvas positions, T audio positions, D width, R = B * K * L
-rows, V vocabulary, X lists of tokens, P prompt, M choices.
+rows, V vocabulary, X lists of tokens, P prompt.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ from whisfusion.checkpoint import Model
 from whisfusion.decoder import DiffusionDecoder, Draft
 from whisfusion.fused import Audio, FusedStack, attention_bias, padded_rows
 from whisfusion.kernels import Lists
-from whisfusion.pdd import Thoughts
-from whisfusion.sampling import most_likely
 from whisfusion.tokenizer import ENDOFTEXT, LANGUAGES, PROMPT_LENGTH, SAMPLEABLE, embedding_rows, get_tokenizer
 from whisfusion.whisper import WhisperDecoder
 
@@ -63,12 +61,6 @@ class Head:
         if self.list_of_id is None:
             return None
         return self.list_of_id[prompts_BP[:, LANGUAGE_POSITION], None].expand(-1, times).reshape(-1)
-
-    def allowed(self, logits_RV: Tensor, list_R: Tensor | None, rows: slice) -> Tensor:
-        """Minus infinity for tokens that are not in a row's list; `rows` are those of all that the logits are of."""
-        if self.allowed_XV is None or list_R is None:
-            return logits_RV
-        return logits_RV.masked_fill(self.allowed_XV[list_R[rows]] == 0, -torch.inf)
 
     def lists(self, list_R: Tensor | None, rows: slice) -> Lists | None:
         """What the drawing kernel wants to know of it."""
@@ -125,14 +117,11 @@ class Writer:
         prompts_BP: Tensor,
         temperature: float,
         *,
-        choices: int,
         mark: Callable[[str], None],
     ) -> None:
-        """`choices`: how many tokens of each position's thoughts are kept. `mark`: told of each stage that ends."""
+        """`mark`: told of each stage that ends."""
         self._states, self._head, self._prompts_BP = states, head, prompts_BP
-        self._temperature, self._choices, self._mark = temperature, choices, mark
-        self.thoughts: Thoughts | None = None
-        """Of the first step (B, L, M), where they were asked for."""
+        self._temperature, self._mark = temperature, mark
         self._end_1 = torch.full((1,), ENDOFTEXT, device=prompts_BP.device)
         self._step = 0
 
@@ -153,12 +142,10 @@ class Writer:
         uniforms_RC = uniforms_BKL.unflatten(1, (-1, draws)).movedim(2, -1).reshape(-1, draws)
         wanted_R = wanted_BKL.reshape(-1)
         list_R = self._head.lists_of(self._prompts_BP, tokens_BKL[0].numel())
-        parts, likely = [], []
+        parts = []
         for first in range(0, len(states_RD), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             logits_RV = self._head(states_RD[rows])
-            if self._choices and self._step == 1:
-                likely.append(self._likely(self._head.allowed(logits_RV[:, :SAMPLEABLE].float(), list_R, rows)))
             parts.append(
                 kernels.draw(
                     logits_RV,
@@ -172,12 +159,6 @@ class Writer:
             )
         drawn = [torch.cat(values) if len(values) > 1 else values[0] for values in zip(*parts, strict=True)]
         ids_RC, new_RC, end_R = drawn
-        if likely:
-            # Of candidates that do not share their first step, the first one's.
-            tokens, logprobs = (
-                torch.cat(part).unflatten(0, tokens_BKL.shape)[:, 0] for part in zip(*likely, strict=True)
-            )
-            self.thoughts = Thoughts(tokens, logprobs)
         self._mark(f"head {self._step}")
 
         def candidates(values_RC: Tensor) -> Tensor:
@@ -191,9 +172,6 @@ class Writer:
             torch.where(wanted_BKL, candidates(new_RC), logprobs_BKL),
             torch.where(wanted_BKL, candidates(end_R[:, None]), ends_BKL),
         )
-
-    def _likely(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        return most_likely(logits_RV, logits_RV.logsumexp(1, keepdim=True), self._choices)
 
 
 class Scorer:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from whisfusion import __version__
-from whisfusion.cli import bench, data, detector, export, judge, models, train, transcribe, vocabulary
+from whisfusion.cli import bench, data, export, judge, models, train, transcribe, vocabulary
 from whisfusion.cli.parser import Parser
 from whisfusion.errors import LanguageError, OptionError, WhisfusionError
 
 _GROUPS = {
     "Recognise": (transcribe.add,),
-    "Models": (models.add_models, models.add_pull, models.add_info, export.add, vocabulary.add, detector.add),
+    "Models": (models.add_models, models.add_pull, models.add_info, export.add, vocabulary.add),
     "Judge": (judge.add_evaluate, judge.add_score, bench.add),
     "Train": (train.add, data.add),
 }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from whisfusion.transcriber import Transcriber
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"candidates": 1, "steps": 2, "temperature": 0.0, "looks": 0},
+    "fast": {"candidates": 1, "steps": 2, "temperature": 0.0},
     "accurate": {"candidates": 15, "steps": 5},
 }
 _PDD = ("candidates", "steps", "trajectory", "temperature", "remask")
@@ -67,17 +67,11 @@ def add_decoding_options(parser: Parser) -> None:
         "surest; spelling, near to all others and likely to the adapter's CTC; rerank, the likeliest to Whisper",
     )
     group.add_argument(
-        "--no_repair",
-        dest="repair",
+        "--no_proofread",
+        dest="proofread",
         action="store_const",
         const=False,
-        help="leave the chosen candidate as it was drawn: no edits that the adapter's CTC finds likelier",
-    )
-    group.add_argument(
-        "--looks",
-        type=checked(int, lambda looks: looks >= 0, "at least 0"),
-        metavar="L",
-        help="look at the repaired text and repair it again, so many times (default 1)",
+        help="leave the chosen candidate as it was drawn: no edits that Whisper's decoder finds likelier",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="another seed draws other candidates (default 0)"
@@ -113,12 +107,10 @@ def decoding_arguments(arguments: Arguments) -> dict[str, Any]:
     """What the user chose, as keyword arguments of `Transcriber.transcribe`: the preset, and over it single options."""
     given = pdd_arguments(arguments)
     given |= {
-        name: getattr(arguments, name)
-        for name in ("selection", "repair", "looks")
-        if getattr(arguments, name) is not None
+        name: getattr(arguments, name) for name in ("selection", "proofread") if getattr(arguments, name) is not None
     }
     if arguments.system == "whisper" and (given or arguments.preset):
-        named = [f"--{'no_repair' if name == 'repair' else name}" for name in (*given, arguments.preset) if name]
+        named = [f"--{'no_proofread' if name == 'proofread' else name}" for name in (*given, arguments.preset) if name]
         raise OptionError(f"{', '.join(named)}: for diffusion decoding, so not with --system whisper")
     chosen = _PRESETS.get(arguments.preset, {}) | given
     if "trajectory" in given and "steps" not in given:

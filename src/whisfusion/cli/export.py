@@ -19,7 +19,19 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--drop_unused", action="store_true", help="without the embeddings of tokens that its vocabulary does not have"
     )
+    parser.add_argument(
+        "--bits",
+        type=checked(int, lambda bits: 2 <= bits <= 8, "2 to 8"),
+        default=8,
+        metavar="B",
+        help="of those numbers, but for the encoder's (default 8); 6 take two thirds of the room",
+    )
     parser.add_argument("--encoder", action="store_true", help="with the encoder, so that nothing else is needed")
+    parser.add_argument(
+        "--whisper",
+        action="store_true",
+        help="with the decoder of the Whisper whose encoder it has: to proofread, to rerank and to tell the language",
+    )
     parser.add_argument(
         "--file_mib",
         type=checked(float, lambda size: size > 0, "more than 0"),
@@ -50,6 +62,7 @@ def run(arguments: Arguments) -> int:
     from whisfusion.averaging import averaged
     from whisfusion.errors import OptionError
     from whisfusion.pdd import override_options
+    from whisfusion.weights import load_whisper
 
     model = checkpoint.load(hub.resolve(arguments.model), dtype=torch.float32)
     config = model.config
@@ -62,19 +75,24 @@ def run(arguments: Arguments) -> int:
         other = checkpoint.load(hub.resolve(arguments.average), dtype=torch.float32)
         weights = averaged(weights, other.decoder.state_dict(), arguments.share)
         config = replace(config, training={**config.training, "share_of_another_run": arguments.share})
+    whisper = model.whisper
+    if arguments.whisper and whisper is None:
+        whisper = load_whisper(config.encoder_name, "cpu", torch.float32).decoder
+        config = replace(config, whisper=whisper.config)
     folder = checkpoint.save(
         arguments.out,
         config,
         weights,
         encoder=model.encoder.state_dict() if arguments.encoder else None,
+        whisper=None if whisper is None else whisper.state_dict(),
         generation=override_options(model.generation, pdd_arguments(arguments)),
         int8=arguments.int8,
+        bits=arguments.bits,
         tokens=model.vocabulary.tokens() if arguments.drop_unused and model.vocabulary is not None else None,
         file_bytes=int(arguments.file_mib * 2**20),
     )
-    checkpoint.add(
-        folder, vocabulary=model.vocabulary, lexicon=model.lexicon, grammar=model.grammar, detector=model.detector
-    )
+    if model.vocabulary is not None:
+        checkpoint.add(folder, model.vocabulary)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:.1f} MB")
     return 0

@@ -117,7 +117,7 @@ def _diffusion_model(path: Path) -> dict[str, Any]:
         "languages": ", ".join(code for code in config.languages if code not in config.experimental) or "none",
         "experimental languages": ", ".join(config.experimental) or "none",
         "detects language": "yes" if config.tells_language else "no",
-        **({f"detector {name}": value for name, value in asdict(config.detector).items()} if config.detector else {}),
+        **({f"whisper {name}": value for name, value in asdict(config.whisper).items()} if config.whisper else {}),
         **{f"training {name}": value for name, value in config.training.items()},
         **{f"sha256 {name}": digest for name, digest in files.items()},
     }

@@ -1,4 +1,4 @@
-"""whisfusion vocabulary: the tokens and words that a model's languages use."""
+"""whisfusion vocabulary: the tokens that a model's languages use."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,6 @@ _EXAMPLES = """\
 examples:
   whisfusion vocabulary my-model --data train/*.jsonl
   whisfusion vocabulary my-model --text en=sentences.txt --text de=saetze.txt.xz --least 2 --check dev/*.jsonl
-  whisfusion vocabulary my-model --text en=sentences.txt --words en=/usr/share/dict/american-english-large
 """
 
 
@@ -23,9 +22,7 @@ def add(commands: Commands) -> None:
         run,
         description="Limit a model folder to the tokens that occur in text of each language.\n"
         "Half of Whisper's tokens are of no use to one language: without them a CPU decodes faster, and nothing is "
-        "written in another script. A language without text may write every token.\n"
-        "The words go into the folder too, and how tokens follow each other, for repair: it looks them up where the\n"
-        "model was not sure.",
+        "written in another script. A language without text may write every token.",
         usage="whisfusion vocabulary FOLDER [--data MANIFEST...] [--text LANGUAGE=FILE]... [options]",
         epilog=_EXAMPLES,
     )
@@ -41,20 +38,12 @@ def add(commands: Commands) -> None:
         help="one sentence a line, .xz too; may be given several times",
     )
     parser.add_argument(
-        "--words",
-        action="append",
-        default=[],
-        metavar="LANGUAGE=FILE",
-        help="words that the language has beside those of its text, one a line: a spelling dictionary",
+        "--least",
+        type=checked(int, lambda count: count >= 1, "at least 1"),
+        default=1,
+        metavar="N",
+        help="times that a token must occur (default 1)",
     )
-    for name, thing in (("--least", "token"), ("--least_words", "word")):
-        parser.add_argument(
-            name,
-            type=checked(int, lambda count: count >= 1, "at least 1"),
-            default=1,
-            metavar="N",
-            help=f"times that a {thing} must occur (default 1)",
-        )
     parser.add_argument(
         "--check",
         nargs="+",
@@ -68,10 +57,8 @@ def run(arguments: Arguments) -> int:
     """Count, write, and tell how many tokens are left in each language, and how many are missing elsewhere."""
     from whisfusion import checkpoint
     from whisfusion.data.manifest import read_manifest
-    from whisfusion.lexicon import Lexicon, word_list
     from whisfusion.normalise import normalise
-    from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
-    from whisfusion.trigrams import Grammar, Trigrams
+    from whisfusion.tokenizer import SAMPLEABLE
     from whisfusion.vocabulary import Vocabulary, token_list
 
     config, _ = checkpoint.read_config(arguments.folder)
@@ -86,16 +73,9 @@ def run(arguments: Arguments) -> int:
         raise OptionError("give text to take the tokens from: --data MANIFEST, or --text LANGUAGE=FILE")
     others = read_manifest(*arguments.check) if arguments.check else []
     vocabulary = Vocabulary({language: token_list(own, least=arguments.least) for language, own in texts.items()})
-    words = {language: word_list(own, language, least=arguments.least_words) for language, own in texts.items()}
-    for language, word in _lines("--words", arguments.words):
-        words.setdefault(language, []).extend(word_list([word], language))
-    lexicon = Lexicon.of({language: own for language, own in words.items() if own})
-    trigrams = {language: Trigrams.count(map(get_tokenizer().encode, own)) for language, own in texts.items()}
-    checkpoint.add(arguments.folder, vocabulary=vocabulary, lexicon=lexicon, grammar=Grammar.of(trigrams))
+    checkpoint.add(arguments.folder, vocabulary)
     for language, ids_V in vocabulary.items():
         line = f"{language}  {len(ids_V):,} of {SAMPLEABLE:,} tokens, from {len(texts[language]):,} sentences"
-        if language in lexicon:
-            line += f"; {len(lexicon[language]):,} words"
         unseen = [styled(other.text, language) for other in others if other.language == language]
         if unseen:
             line += f"; without {100 * vocabulary.missing(language, unseen):.2f} % of the tokens to check"

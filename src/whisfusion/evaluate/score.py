@@ -79,7 +79,7 @@ class Score:
     selected: Rate
     """Of the text that the run selected, and mended where it did that."""
     drawn: Rate | None
-    """Of the candidate that it selected, before repair; None where no hypothesis has candidates."""
+    """Of the candidate that it selected, before it was proofread; None where no hypothesis has candidates."""
     confidence: float | None
     """Rate if the candidate of highest confidence had been selected; None where no hypothesis has candidates."""
     oracle: float | None

@@ -1,4 +1,4 @@
-"""How well the averaged weights read the dev set: decoded as users will but for repair, scored as everything is."""
+"""How well the averaged weights read the dev set: decoded as users will, not proofread, and scored as everything is."""
 
 import functools
 import statistics
@@ -129,9 +129,9 @@ class DevSet:
 
 
 def _written(model: Model, clips: list[np.ndarray], language: str) -> list[str]:
-    """As users will read them, but for repair: that is work for the host, for which a GPU would wait."""
+    """As they are drawn: what becomes of them later is no work for a GPU that trains."""
     transcriber = Transcriber(DiffusionSystem(model))
-    heard = transcriber.transcribe([*clips], language=language, batch_size=_BATCH, repair=False)
+    heard = transcriber.transcribe([*clips], language=language, batch_size=_BATCH, proofread=False)
     return [transcript.text for transcript in heard]
 
 

@@ -97,18 +97,13 @@ class Run:
             replace(self.config, training={**self.config.training, **facts}),
             averages,
             encoder=self.encoder,
+            whisper=None if inherited is None or inherited.whisper is None else inherited.whisper.state_dict(),
             generation=trainer.recipe.dev if inherited is None else inherited.generation,
             # What did not learn is to stay what it was, to the last bit.
             dtype=torch.bfloat16 if trainer.recipe.learns == "all" else torch.float32,
         )
-        if inherited is not None:
-            checkpoint.add(
-                temporary,
-                vocabulary=inherited.vocabulary,
-                lexicon=inherited.lexicon,
-                grammar=inherited.grammar,
-                detector=inherited.detector,
-            )
+        if inherited is not None and inherited.vocabulary is not None:
+            checkpoint.add(temporary, inherited.vocabulary)
         _replace_folder(temporary, folder)
 
     def _steps(self) -> Iterator[Step]:

@@ -17,19 +17,16 @@ from whisfusion.checkpoint import Model, ModelConfig
 from whisfusion.data.feature_bank import Listen
 from whisfusion.data.utterance import Utterance
 from whisfusion.decoder import DiffusionDecoder, start_from_whisper
-from whisfusion.detector import LanguageDetector
 from whisfusion.encoder import EncoderConfig, WhisperEncoder, audio_mask
-from whisfusion.lexicon import Lexicon, word_list
 from whisfusion.mel import log_mel
 from whisfusion.normalise import normalise
 from whisfusion.pdd import PDDOptions
 from whisfusion.skeleton import skeleton
-from whisfusion.tokenizer import get_tokenizer
 from whisfusion.train.config import Recipe
 from whisfusion.train.trainer import mix
-from whisfusion.trigrams import Grammar, Trigrams
 from whisfusion.vocabulary import Vocabulary, token_list
 from whisfusion.weights import fingerprint, load_whisper_weights
+from whisfusion.whisper import WhisperDecoder
 
 
 @dataclass(frozen=True)
@@ -148,6 +145,7 @@ def model_config(
         if before is None
         else tuple(dict.fromkeys([*before.config.experimental, *(c for c in languages if c not in start.languages)])),
         detects_language=recipe.language_share > 0 or start.detects_language,
+        whisper=start.model.config.whisper if start.model is not None else None,
         training=facts,
     )
 
@@ -159,35 +157,22 @@ class Inherited:
     generation: PDDOptions
     vocabulary: Vocabulary | None
     """The tokens that it could write, and those of what it is trained on."""
-    lexicon: Lexicon | None
-    """Its words, and those of what it is trained on."""
-    grammar: Grammar | None
-    """How its tokens follow each other, there and in what it is trained on."""
-    detector: LanguageDetector | None
+    whisper: WhisperDecoder | None
     """As it was: the encoder that it listens to stays the same."""
 
 
 def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> Inherited:
     """What stays of a model; its settings for decoding do unless the recipe has some of its own."""
-    vocabulary, lexicon, grammar = before.vocabulary, before.lexicon, before.grammar
-    texts: dict[str, list[str]] = defaultdict(list)
-    for utterance in utterances if vocabulary or lexicon or grammar else ():
-        own = utterance.text if recipe.text_style == "written" else normalise(utterance.text, utterance.language)
-        texts[utterance.language].append(own)
+    vocabulary = before.vocabulary
     if vocabulary is not None:
+        texts: dict[str, list[str]] = defaultdict(list)
+        for utterance in utterances:
+            own = utterance.text if recipe.text_style == "written" else normalise(utterance.text, utterance.language)
+            texts[utterance.language].append(own)
         # A language without a list may be written in any token.
         more = {code: token_list(own) for code, own in texts.items() if code in vocabulary}
         vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
-    if lexicon is not None:
-        # A few words of another language would be taken for all that it has.
-        lexicon = Lexicon.of({c: [*own, *word_list(texts.get(c, ()), c)] for c, own in lexicon.items()})
-    if grammar is not None:
-        tokenizer = get_tokenizer()
-        more = {c: Trigrams.count(map(tokenizer.encode, own), least=1) for c, own in texts.items() if c in grammar}
-        grammar = Grammar.of({c: own + more[c] if c in more else own for c, own in grammar.items()})
-    return Inherited(
-        before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, lexicon, grammar, before.detector
-    )
+    return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, before.whisper)
 
 
 def ears(start: StartingPoint, device: torch.device) -> Listen:
