@@ -60,8 +60,8 @@ def evaluate(
     """Transcribe every utterance and append its line to `out` as soon as its batch is done.
 
     A line has id, dataset, language (the manifest's), duration, text, confidence, detected_language (where it was),
-    candidates, index (which of them the text is, or was before it was proofread) and timings; where the audio cannot
-    be read, an empty text and an error. `on_progress` is told the seconds of audio done so far. Raises OptionError where
+    candidates, index (which of them the text is, or was before proofreading) and timings; where the audio cannot be
+    read, an empty text and an error. `on_progress` is told the seconds of audio done so far. Raises OptionError where
     `out` is there and `options.existing` does not say what to do, or where it was made with other options;
     ManifestError where two utterances share dataset and id.
     """
