@@ -37,16 +37,16 @@ _LEAST_GAIN = 1.0
 """Nats that an edit must gain."""
 _ONWARD = 14
 """Tokens that Whisper writes from a spot on, at most: it stops where it is back in the text."""
-_EVERYWHERE = 4
+_EVERYWHERE = 3
 """So many of them on every spot, and then only on a few of them."""
-_FEW = 3
+_FEW = 2
 _REPLACED = 5
 """Tokens of the text that an edit may replace."""
 _ALTERNATIVES = 2
 """Tokens that are tried at a spot."""
-_LIKELY = -3.0
+_LIKELY = -2.5
 """The least log-probability of the first of them."""
-_LIKELIER = -3.0
+_LIKELIER = -2.0
 """What it may be less likely than what is written there."""
 _WORST = -6.0
 """Edits that Whisper finds so much less likely are not listened for."""
@@ -55,7 +55,7 @@ _BACK = -0.7
 _APART = 3
 """Tokens between edits that are made at once."""
 _UNKNOWN = -15.0
-"""Log-probability of a token that the language's list has not."""
+"""Log-probability of a token that the language's list has not, and the least of any other."""
 _ROWS_AT_ONCE = 1024
 """Places for which logits over the vocabulary exist at a time."""
 
@@ -82,19 +82,20 @@ def proofread(
     heard_B = [None if bytes_TV is None else bytes_TV.detach().cpu().double().log_softmax(-1) for bytes_TV in bytes_B]
     reader = _Reader(decoder, head, columns, prompts_BP, decoder.listen(audio_BTD), heard_BT)
     room = decoder.config.positions - PROMPT_LENGTH - _ONWARD
-    unread = [row for row, text in enumerate(done) if 0 < len(text) <= room]
+    # Where each text is still to be looked at: at first everywhere, and then near what has changed.
+    anew = {row: np.ones(len(text) + 1, dtype=bool) for row, text in enumerate(done) if 0 < len(text) <= room}
     for _ in range(rounds):
-        if not unread:
+        if not anew:
             break
-        changed = []
-        found = reader.of(unread).edits([done[row] for row in unread])
-        for row, edits in zip(unread, found, strict=True):
+        rows, anew_R = list(anew), list(anew.values())
+        anew = {}
+        for row, edits in zip(rows, reader.of(rows).edits([done[row] for row in rows], anew_R), strict=True):
             made = _worthwhile(done[row], edits, heard_B[row])
-            text = _edited(done[row], made)
+            text, near_R = _edited(done[row], made)
             if made and len(text) <= room:
                 done[row] = text
-                changed += [row] if text else []
-        unread = changed
+                if text:
+                    anew[row] = near_R
     return done
 
 
@@ -121,13 +122,20 @@ def _credibility(logp_TV: Tensor) -> float:
     return min(1.0, max(0.0, (sure - _GUESSING) / (_SURE - _GUESSING)))
 
 
-def _edited(text: Sequence[int], edits: Sequence[Edit]) -> tuple[int, ...]:
+def _edited(text: Sequence[int], edits: Sequence[Edit]) -> tuple[tuple[int, ...], np.ndarray]:
+    """The text after edits in its order, and which of its places (the end is one) are near to one of them."""
     parts: list[int] = []
-    end = 0
+    spans, end = [], 0
     for edit in edits:
-        parts += [*text[end : edit.first], *edit.tokens]
+        parts += text[end : edit.first]
+        spans.append((len(parts), len(parts) + len(edit.tokens)))
+        parts += edit.tokens
         end = edit.end
-    return (*parts, *text[end:])
+    parts += text[end:]
+    near_R = np.zeros(len(parts) + 1, dtype=bool)
+    for first, last in spans:
+        near_R[max(0, first - _REPLACED) : last + _APART + 1] = True
+    return tuple(parts), near_R
 
 
 class _Seen(NamedTuple):
@@ -164,8 +172,8 @@ class _Reader:
             heard_BT=None if self.heard_BT is None else self.heard_BT[rows],
         )
 
-    def edits(self, texts: Sequence[Sequence[int]]) -> list[list[Edit]]:
-        """What Whisper would change in a text of each utterance, and what it gains by that."""
+    def edits(self, texts: Sequence[Sequence[int]], anew: Sequence[np.ndarray]) -> list[list[Edit]]:
+        """What Whisper would change in a text of each utterance, at its places `anew`, and what it gains by that."""
         longest = max(map(len, texts))
         # After each text its end, as far as an edit may look.
         text_BL = torch.tensor([[*text, *[ENDOFTEXT] * (longest + _REPLACED + 1 - len(text))] for text in texts])
@@ -178,8 +186,8 @@ class _Reader:
         seen = self._see(states_BLD[utterance_R, PROMPT_LENGTH - 1 + place_R], text_BL, utterance_R, place_R)
         ends = np.cumsum([0, *(len(text) + 1 for text in texts)])
         readings = [
-            _Reading(text, _Seen(*(part[start:end] for part in seen)))
-            for text, start, end in zip(texts, ends, ends[1:], strict=False)
+            _Reading(text, anew_R, _Seen(*(part[start:end] for part in seen)))
+            for text, anew_R, start, end in zip(texts, anew, ends, ends[1:], strict=False)
         ]
         self._go_on(readings, text_BL, tokens_BL.shape[1], cache)
         return [reading.edits for reading in readings]
@@ -248,7 +256,7 @@ class _Spot:
 class _Reading:
     """What Whisper would change in one text, as far as it has got."""
 
-    def __init__(self, text: Sequence[int], seen: _Seen) -> None:
+    def __init__(self, text: Sequence[int], anew_R: np.ndarray, seen: _Seen) -> None:
         self.edits: list[Edit] = []
         """Those that Whisper does not find much less likely, and what it gains by each."""
         self.open: list[int] = []
@@ -256,11 +264,11 @@ class _Reading:
         self._text = tuple(text)
         self._own_R = np.concatenate(([0.0], np.cumsum(seen.back_NE[:, 0])))
         self._spots: list[_Spot] = []
-        for place in range(len(text)):
+        for place in anew_R[:-1].nonzero()[0].tolist():
             self._compare(place, (), 0.0, seen.back_NE[place])
         written_R = np.array([*text, ENDOFTEXT])
         good_RA = (seen.likeliest_NA > _LIKELY) & (seen.likeliest_NA > seen.back_NE[:, :1] + _LIKELIER)
-        good_RA &= (seen.tokens_NA != written_R[:, None]) & (seen.tokens_NA != ENDOFTEXT)
+        good_RA &= (seen.tokens_NA != written_R[:, None]) & (seen.tokens_NA != ENDOFTEXT) & anew_R[:, None]
         good_RA &= np.cumsum(good_RA, 1) <= _ALTERNATIVES
         for place, rank in zip(*good_RA.nonzero(), strict=True):
             self.open.append(len(self._spots))
@@ -292,9 +300,8 @@ class _Reading:
                 > _WORST
             ):
                 still.append(number)
-        if len(spot_s := [self._spots[number] for number in still]) > _FEW and len(spot_s[0].tokens) > _EVERYWHERE:
-            surest = sorted(still, key=lambda number: -self._spots[number].logprob)[:_FEW]
-            still = [number for number in still if number in surest]
+        if still and len(self._spots[still[0]].tokens) > _EVERYWHERE:
+            still = sorted(still, key=lambda number: -self._spots[number].logprob)[:_FEW]
         self.open = still
 
     def _compare(self, place: int, tokens: tuple[int, ...], logprob: float, back_E: np.ndarray) -> bool:
