@@ -29,9 +29,8 @@ INT8_TOLERANCE = 0.05
 SMALL = WhisperDecoderConfig(vocab_size=51_865, width=64, layers=2, heads=1, positions=96)
 
 
-@pytest.fixture(scope="module")
-def whisper() -> WhisperDecoder:
-    """Random, but with opinions: some tokens are much likelier than others."""
+def opinionated_whisper() -> WhisperDecoder:
+    """Random, but some tokens are much likelier than others."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         decoder = WhisperDecoder(SMALL)
@@ -39,6 +38,11 @@ def whisper() -> WhisperDecoder:
             parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.3 if parameter.dim() > 1 else 0.1)
         decoder.norm.weight.mul_(2)
     return decoder
+
+
+@pytest.fixture(scope="module")
+def whisper() -> WhisperDecoder:
+    return opinionated_whisper()
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +127,8 @@ def test_utterances_of_several_languages_keep_their_own_tokens(whisper):
     vocabulary = Vocabulary({"en": range(200, 260), "de": range(230, 300)})
     columns = vocabulary.columns(["en", "de"], torch.device("cpu"))
     texts = [(200, 201, 202, 203, 204, 205), (290, 291, 292, 293, 294, 295)]
-    found = proofread(whisper, head(whisper, columns), columns, texts, prompts(["en", "de"], 2, SMALL.vocab_size), heard(2),
-                      None, [None, None])  # fmt: skip
+    asked_each = prompts(["en", "de"], 2, SMALL.vocab_size)
+    found = proofread(whisper, head(whisper, columns), columns, texts, asked_each, heard(2), None, [None, None])
     assert found != texts
     assert all(set(text) <= set(vocabulary[code].tolist()) for text, code in zip(found, ("en", "de"), strict=True))
 
@@ -183,13 +187,12 @@ def test_int8_sees_the_same_tokens_of_a_cache(whisper):
 
 
 def model_with(whisper: WhisperDecoder) -> Model:
+    """Random and small, on Whisper's device and in its type."""
     decoder = DecoderConfig(
         layers=2, width=64, heads=1, hidden=128, audio_width=64, block="whisper", tied=True, anchors=True, adapter=1,
         stride=2, canvas=Canvas("follow", 64),
     )  # fmt: skip
-    config = ModelConfig(
-        decoder, TINY_ENCODER, window="clip", text_style="written", languages=("en", "de"), whisper=SMALL
-    )
+    config = ModelConfig(decoder, TINY_ENCODER, window="clip", languages=("en", "de"), whisper=SMALL)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         parts = DiffusionDecoder(decoder), WhisperEncoder(TINY_ENCODER)
@@ -197,14 +200,12 @@ def model_with(whisper: WhisperDecoder) -> Model:
             for parameter in part.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
     vocabulary = Vocabulary({"en": range(200, 260), "de": range(230, 300)})
-    halves = (part.double().requires_grad_(False).eval() for part in parts)
+    halves = (part.to(whisper.positions).requires_grad_(False).eval() for part in parts)
     return Model(config, *halves, PDDOptions(), vocabulary, whisper=whisper)
 
 
-def test_the_fast_engine_proofreads_as_the_plain_path_does(whisper):
-    own = WhisperDecoder(SMALL)
-    own.load_state_dict(whisper.state_dict())
-    model = model_with(own.double())
+def test_the_fast_engine_proofreads_as_the_plain_path_does():
+    model = model_with(opinionated_whisper().double())
     windows = [
         Window(hum(seconds), i, code) for i, (seconds, code) in enumerate([(2.0, "en"), (1.1, "de"), (1.6, None)])
     ]

@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from test_proofread import model_with, opinionated_whisper
 
 from whisfusion import attention
 from whisfusion.engine import GraphEngine
 from whisfusion.evaluate.speed import Rehearsal, Subject, random_subject
 from whisfusion.pdd import PDDOptions
+from whisfusion.systems import DiffusionSystem
 from whisfusion.transcriber import DecodingOptions, Window
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -107,3 +109,20 @@ def test_every_way_to_attend_is_as_near_to_float32_as_torchs(sequences, queries,
     attend = attention.Fastest()
     assert relative(attend(q, k, v, bias_GT), exact) <= MORE_THAN_EAGER * least
     assert len(attend.chosen) == 1
+
+
+def test_graphs_tell_the_language_and_proofread_as_the_plain_path_does():
+    model = model_with(opinionated_whisper().to("cuda"))
+    plain, fast = DiffusionSystem(model), DiffusionSystem(model, GraphEngine(model))
+    same, count = 0, 0
+    for first in range(0, 48, 8):
+        batch = [
+            dataclasses.replace(window, seed=first + i, language=None if i % 2 else "de")
+            for i, window in enumerate(windows(*(1 + 0.25 * i for i in range(8))))
+        ]
+        expected = plain.start(batch, DecodingOptions(PDDOptions()), {})()
+        found = fast.start(batch, DecodingOptions(PDDOptions()), {})()
+        assert [one.language for one in found] == [one.language for one in expected]
+        same += sum(one.tokens == other.tokens for one, other in zip(found, expected, strict=True))
+        count += len(batch)
+    assert same >= SAME_TEXTS * count
