@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="only the first so many clips")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="windows decoded at once")
     parser.add_argument("--engine", default="graph", choices=("auto", "eager", "graph"))
-    parser.add_argument("--no_repair", action="store_true", help="compare what was drawn")
+    parser.add_argument("--no_proofread", action="store_true", help="compare what was drawn")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", type=Path)
@@ -59,14 +59,14 @@ def measure(
     clips: Sequence[np.ndarray],
     sizes: Sequence[int],
     *,
-    repair: bool | None = None,
+    proofread: bool | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each size, compared with the first."""
     languages = [utterance.language for utterance in utterances]
     first: list[str] = []
     for size in sizes:
         since = time.perf_counter()
-        heard = transcriber.transcribe([*clips], language=languages, batch_size=size, repair=repair)
+        heard = transcriber.transcribe([*clips], language=languages, batch_size=size, proofread=proofread)
         texts = [transcript.text for transcript in heard]
         first = first or texts
         differ = [u.id for u, text, other in zip(utterances, texts, first, strict=True) if text != other]
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         "clips": len(clips),
         "engine": engine,
         "dtype": str(resolve_dtype(args.dtype, device)).removeprefix("torch."),
-        "repaired": not args.no_repair,
+        "proofread": not args.no_proofread,
         "candidates": default.candidates,
         "steps": default.steps,
         "rows": [],
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         "seed": 0,
         "command": "python benchmarks/batches.py " + " ".join(_shown(argv)),
     }
-    for row in measure(transcriber, utterances, clips, args.sizes, repair=False if args.no_repair else None):
+    for row in measure(transcriber, utterances, clips, args.sizes, proofread=False if args.no_proofread else None):
         result["rows"].append(row)
         print(f"batch {row['batch']}: {row['seconds']} s", file=sys.stderr, flush=True)
         if args.out:

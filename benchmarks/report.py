@@ -62,8 +62,8 @@ The paper's decoder ({parameters:,} parameters) over a frozen encoder of large-v
 MODEL = """## The bundled model
 
 `base` as it is shipped (int8), on a CPU, decoded with its own settings: K = {candidates}, N = {steps}, trajectory
-{trajectory}, {remask} remasking, temperature {temperature}, MBR, then repair (`src/whisfusion/repair.py`); the language
-is given. "As drawn" is the error of what MBR chose, before repair: parallel diffusion decoding and nothing else.
+{trajectory}, {remask} remasking, temperature {temperature}, MBR, then proofread (`src/whisfusion/proofread.py`); the
+language is given. "As drawn" is the error of what MBR chose: parallel diffusion decoding and nothing else.{note}
 Whisper-base's own decoder over the same encoder has {whisper:.2f} % on librispeech-test-clean-a (below). How it was
 trained: [the model card](model_card.md).
 
@@ -89,7 +89,7 @@ counted: `src/whisfusion/evaluate/written.py`.
 {bins}
 
 Its last training, from the model that was shipped before, on one {device}. The dev error is a mean over eleven
-languages, most of them synthetic, of {dev_clips} clips in all, before repair (by set in `dev_sets.csv` beside its
+languages, most of them synthetic, of {dev_clips} clips in all, as drawn (by set in `dev_sets.csv` beside its
 curve); in `base_hearing` it is that of what CTC spells by itself:
 
 | stage | steps | speech a step, s | ms a step | hours heard | dev error | curves |
@@ -98,7 +98,7 @@ curve); in `base_hearing` it is that of what CTC spells by itself:
 """
 
 GREEDY = """
-One look at the audio (`-k 1 -n 1 --temperature 0 --looks 0`: K = 1, N = 1, greedy), then repair, on a CPU:
+One draft in one step (`-k 1 -n 1 --temperature 0`: greedy), then proofread, on a CPU.{note}
 
 | set | clips | error | 95 % | as drawn | 95 % |
 |---|---|---|---|---|---|
@@ -125,27 +125,17 @@ CPU = """## Speed on a CPU
 
 The bundled model against faster-whisper with Whisper-base in int8 (beam 1, no timestamps, language given), from samples
 to text, {clips} clips of {mean_seconds} s on average, {threads} threads of an {processor}, K = {candidates},
-N = {steps}, the systems taking turns clip by clip. Made by `{command}`.
+N = {steps}, the systems taking turns clip by clip. Made by `{command}`.{note}
 
 | system | ms a clip | times real time | speed | WER |
 |---|---|---|---|---|
 {rows}
 """
 
-REPAIR = """## What each part of repair brings
-
-On the dev sets, {note}: the error of what MBR chose, and of the text that repair made of it with all that it knows,
-without the language's words, without its trigrams, and without either. Made by `{command}`.
-
-| model | set | clips | as drawn | repaired | without words | without trigrams | without either |
-|---|---|---|---|---|---|---|---|
-{rows}
-"""
-
 SPELLING = """## What a speller brings
 
 {note} On the dev sets (real speech) and on held-out voices of the synthesisers, {limit} clips of each at most: the
-error of what CTC spells by itself, and of the text with repair. Made by `{command}`.
+error of what CTC spells by itself, and of the text. Made by `{command}`.
 
 | set | clips | {header} |
 |---|---|{dashes}
@@ -156,7 +146,8 @@ WORDS = """## Word times
 
 Of the bundled model, on words that SVOX Pico spoke one by one with pauses between them, so that it is known where each
 begins and ends: by how many milliseconds its times are late (median; negative: early), and how far off they are, either
-way (median, and what nine in ten are within). Real speech, which has no such gaps, is harder. Made by `{command}`.
+way (median, and what nine in ten are within). Real speech, which has no such gaps, is harder. Made by
+`{command}`.{note}
 
 | language | words | recognised | start late | start off | 90 % | end late | end off | 90 % |
 |---|---|---|---|---|---|---|---|---|
@@ -207,7 +198,7 @@ LENGTHS = """Cost against the length of the transcript, for 30 s of audio, one u
 BATCHES = """## The same clip in other batches
 
 Whether a transcript depends on what else is in its batch: `{model}` on {clips:,} clips ({data}), {engine} engine,
-{dtype} on one {device}, K = {candidates}, N = {steps}, MBR{repaired}. Compared with the first row. Made by
+{dtype} on one {device}, K = {candidates}, N = {steps}, MBR{proofread}. Compared with the first row. Made by
 `{command}`.
 
 | batch | clips that differ | share | WER | moved by |
@@ -218,21 +209,11 @@ Whether a transcript depends on what else is in its batch: `{model}` on {clips:,
 ABLATIONS = """## What each part is worth
 
 Runs of `trial`'s length, each but for one thing that recipe (or its data), on one {device};
-error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}, MBR, as drawn (without
-repair). Made by `{command}`, which says what each row is.
+error rates on the dev sets with 95 % intervals, K = {candidates}, temperature {temperature}, MBR, as drawn (not
+proofread). Made by `{command}`, which says what each row is.
 
 | row | seed | steps | {header} |
 |---|---|---|{dashes}
-{rows}
-"""
-
-LOOKS = """## What a second look brings
-
-{note}: the error with repair alone, and with one look at what was mended (the default) and repair again. Made by
-`{command}`.
-
-| set | clips | as drawn | no look | 95 % | one look | 95 % |
-|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -240,7 +221,7 @@ STAGES = """## What the second stage does
 
 The second stage (t ~ U(0.7, 1)) and its control (t ~ U(0, 1)), both from the same first stage and equally long: {note}
 K = {candidates}, trajectory 1, 0.9, 0.8 from its start, {remask} remasking, temperature {temperature}, MBR, as drawn
-(without repair), on one {device}; 95 % intervals. Made by `{command}`; the hypotheses with all candidates are in
+(not proofread), on one {device}; 95 % intervals. Made by `{command}`; the hypotheses with all candidates are in
 `benchmarks/results/stages`.
 
 | set | model | {header} |
@@ -261,6 +242,11 @@ TARGETS = {
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def note_of(result: dict[str, Any]) -> str:
+    """What a result says of itself, such as that it is of an earlier state, as one more sentence."""
+    return f" {result['note']}" if result.get("note") else ""
 
 
 def parity() -> str:
@@ -315,21 +301,7 @@ def cpu() -> str:
         f"| {name} | {row['ms']:.0f} | {row['rtfx']:.1f} | {row['speedup']:.2f} | {row['wer']:.2f} % |"
         for name, row in result["systems"].items()
     )
-    return CPU.format(rows=rows, processor=result["machine"]["processor"], **result)
-
-
-def repair() -> list[str]:
-    """What repair brings, and what it brings where it knows less, where it was measured."""
-    if not (RESULTS / "repair.json").exists():
-        return []
-    result = read("repair.json")
-    figures = ("drawn", *(f"without {part}" for part in ("nothing", "words", "trigrams", "words and trigrams")))
-    rows = "\n".join(
-        f"| `{row['model']}` | {row['set']} ({row['measure'].upper()}) | {row['clips']} | "
-        f"{' | '.join(f'{row[figure]:.2f} %' for figure in figures)} |"
-        for row in result["rows"]
-    )
-    return [REPAIR.format(rows=rows, **{name: result[name] for name in ("note", "command")})]
+    return CPU.format(rows=rows, processor=result["machine"]["processor"], **result | {"note": note_of(result)})
 
 
 def spelling() -> list[str]:
@@ -366,7 +338,7 @@ def words() -> list[str]:
     for row in result["rows"]:
         cells = [row["language"], str(row["words"]), str(row["recognised"]), *(f"{row[name]:.0f} ms" for name in times)]
         rows.append(f"| {' | '.join(cells)} |")
-    return [WORDS.format(command=result["command"], rows="\n".join(rows))]
+    return [WORDS.format(command=result["command"], note=note_of(result), rows="\n".join(rows))]
 
 
 def gpu() -> str:
@@ -490,7 +462,7 @@ def batches() -> list[str]:
         BATCHES.format(
             rows="\n".join(rows),
             device=result["machine"]["device_name"],
-            repaired=", then repair" if result["repaired"] else "",
+            proofread=", then proofread" if result["proofread"] else "",
             **facts,
         )
     ]
@@ -521,19 +493,6 @@ def ablations() -> list[str]:
             rows="\n".join(rows),
         )
     ]
-
-
-def looks() -> str:
-    """What a second look at the repaired text brings."""
-    result = read("looks.json")
-    found = {(row["set"], row["looks"]): row for row in result["rows"]}
-    rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        of = [found[name, looks] for looks in (0, 1)]
-        cells = [f"{row['percent']:.2f} % | {row['low']:.2f} to {row['high']:.2f}" for row in of]
-        measure = of[0]["measure"].upper()
-        rows.append(f"| {name} ({measure}) | {of[0]['utterances']} | {of[0]['drawn']:.2f} % | {' | '.join(cells)} |")
-    return LOOKS.format(note=result["note"], command=result["command"], rows="\n".join(rows))
 
 
 def stages() -> list[str]:
@@ -582,9 +541,9 @@ def model() -> str:
             )
     greedy = ""
     if (RESULTS / "base_greedy/scores.json").exists():
-        sets = read("base_greedy/scores.json")["sets"]
-        lines = [f"| {part['dataset']} | {cells(part)} | {rate(part['drawn'])} |" for part in sets]
-        greedy = GREEDY.format(rows="\n".join(lines))
+        result = read("base_greedy/scores.json")
+        lines = [f"| {part['dataset']} | {cells(part)} | {rate(part['drawn'])} |" for part in result["sets"]]
+        greedy = GREEDY.format(rows="\n".join(lines), note=note_of(result))
     peer = ""
     if (RESULTS / "whisper_base/scores.json").exists():
         lines = []
@@ -599,6 +558,7 @@ def model() -> str:
     decoding = scores["decoding"]
     return MODEL.format(
         rows="\n".join(rows),
+        note=note_of(scores),
         greedy=greedy,
         peer=peer,
         frequent=FREQUENT,
@@ -647,8 +607,6 @@ def render() -> str:
         [
             HEAD,
             model(),
-            *repair(),
-            looks(),
             *stages(),
             *words(),
             *spelling(),

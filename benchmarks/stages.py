@@ -3,7 +3,7 @@
     python benchmarks/stages.py WORK --data SETS --out benchmarks/results/stages
     python benchmarks/stages.py --data SETS --out benchmarks/results/stages           what is kept, again
 
-WORK/MODEL/nN/*.jsonl are what `whisfusion evaluate --no_repair` wrote for the model in N steps: runs/base.sh.
+WORK/MODEL/nN/*.jsonl are what `whisfusion evaluate --no_proofread` wrote for the model in N steps: runs/base.sh.
 Writes result.json and hypotheses/MODEL-nN.jsonl.xz (ids, all candidates and their confidences, no references); prints a
 table, then one JSON line.
 """

@@ -120,7 +120,7 @@ def decode(run: Path, args: argparse.Namespace) -> None:
     """Write a row's hypotheses: n1.jsonl, n2.jsonl, n3.jsonl."""
     for n in STEPS:
         command = ["evaluate", str(run / "model"), "--data", *dev_sets(args), "--out", str(run / f"n{n}.jsonl")]
-        command += ["-k", "5", "-n", str(n), "--temperature", "0.1", "--no_repair", "--batch_size", "64", "--resume"]
+        command += ["-k", "5", "-n", str(n), "--temperature", "0.1", "--no_proofread", "--batch_size", "64", "--resume"]
         command += ["--engine", "eager", "--device", args.device, "--quiet"]
         command += ["--limit", args.limit] if args.limit else []
         if code := whisfusion(command):

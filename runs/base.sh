@@ -12,7 +12,6 @@
 #           kerstin-de        Kerstin voice dataset, CC0
 #         and pseudo/, manifests and shards too: 139 h of Common Voice English (CC0) with Whisper-small's words as text
 # TEXT    de.txt.xz ... zh.txt.xz: Common Voice's sentences, CC0, one a line
-# WORDS   from the environment: a dictionary of English, one word a line, for repair (Debian's wamerican-large)
 # Wants on PATH: pico2wave (SVOX Pico), open_jtalk with a voice (Open JTalk), RHVoice-test with the voices
 # Letícia-F123, Alicja and Michał (RHVoice; Debian has the first alone), espeak-ng (eSpeak NG).
 set -euo pipefail
@@ -65,10 +64,9 @@ train stages stages/4-base_stage2_uniform/model base_hearing --steps "$hearing" 
     --then "base_stage2_uniform --steps $stage2 --init_from 2-base_stage1"
 
 if [ ! -e base ]; then
-    whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done) \
-        ${WORDS:+--words "en=$WORDS"}
-    whisfusion detector stages/3-base_stage2/model --data "$speech"/train/*.jsonl synthetic/*/*.jsonl --hidden 128 --clips 24000 --passes 10
-    whisfusion export stages/3-base_stage2/model --out base --int8 --drop_unused --encoder --file_mib 44 --trajectory 1,0.6,0.3 --remask confidence
+    whisfusion vocabulary stages/3-base_stage2/model --data "${data[@]}" $(for file in "$text"/*.txt.xz; do echo "--text $(basename "$file" .txt.xz)=$file"; done)
+    whisfusion export stages/3-base_stage2/model --out base --int8 --bits 6 --encoder --whisper --drop_unused --file_mib 44 \
+        --trajectory 1,0.6,0.3 --remask confidence
 fi
 # As the paper draws: benchmarks/stages.py makes a table of it.
 trajectories=("" 1 1,0.9 1,0.9,0.8)
@@ -78,7 +76,7 @@ for run in stages/{2-base_stage1,3-base_stage2,4-base_stage2_uniform}/model; do
             file=hypotheses/$(basename "${run%/model}")/n$steps/$(basename "$set")
             mkdir -p "$(dirname "$file")"
             whisfusion evaluate "$run" --data "$set" --out "$file" --resume -k 5 -n $steps --trajectory "${trajectories[steps]}" \
-                --temperature 0.1 --remask random --no_repair --batch_size 64
+                --temperature 0.1 --remask random --no_proofread --batch_size 64
         done
     done
 done

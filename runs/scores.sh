@@ -19,6 +19,6 @@ for set in "$sets"/*.jsonl; do
     whisfusion evaluate "$model" --data "$set" --out "${hypotheses[-1]}" --resume "$@"
 done
 # The language is told before the first step: how the text is decoded makes no difference.
-whisfusion evaluate "$model" --data "$sets" --out "$work/detected.jsonl" --resume "$@" --detect_language -k 1 -n 1 --no_repair
+whisfusion evaluate "$model" --data "$sets" --out "$work/detected.jsonl" --resume "$@" --detect_language -k 1 -n 1 --no_proofread
 python "$(dirname "$0")/../benchmarks/model_scores.py" "${hypotheses[@]}" --detected "$work/detected.jsonl" \
     --data "$sets" --out "$result"

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from whisfusion import checkpoint
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
 from whisfusion.pdd import PDDOptions
+from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
 ROOT = Path(__file__).parent.parent
 RATE = 16_000
@@ -88,6 +90,25 @@ def tiny_clip_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         detects_language=True,
     )
     return save_random_model(tmp_path_factory.mktemp("tiny") / "tiny-clip", config)
+
+
+@pytest.fixture(scope="session")
+def tiny_whole_model(tiny_clip_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a decoder of Whisper's, untrained too."""
+    model = checkpoint.load(tiny_clip_model, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        whisper = WhisperDecoder(WhisperDecoderConfig(51_865, width=64, layers=1, heads=1, positions=128))
+        torch.nn.init.normal_(whisper.positions)
+    return checkpoint.save(
+        tmp_path_factory.mktemp("tiny") / "tiny-whole",
+        replace(model.config, whisper=whisper.config),
+        model.decoder.state_dict(),
+        encoder=model.encoder.state_dict(),
+        whisper=whisper.state_dict(),
+        generation=model.generation,
+        dtype=torch.float32,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def test_the_first_size_is_what_others_are_compared_with(batches, tiny_model, tm
 
 def test_clips_that_differ_are_counted(batches):
     class Changing:
-        def transcribe(self, clips, *, language, batch_size, repair):
+        def transcribe(self, clips, *, language, batch_size, proofread):
             texts = ["a few words"] * (len(clips) - batch_size // 2) + ["a view"] * (batch_size // 2)
             return [type("Transcript", (), {"text": text}) for text in texts]
 

@@ -8,9 +8,12 @@ from whisfusion import hub
 from whisfusion.checkpoint import ModelConfig, load, read_config, save, sha256_of
 from whisfusion.decoder import Canvas, DecoderConfig, DiffusionDecoder
 from whisfusion.encoder import EncoderConfig, WhisperEncoder
-from whisfusion.errors import ModelError
+from whisfusion.errors import ModelError, OptionError
 from whisfusion.pdd import PDDOptions
+from whisfusion.tokenizer import ENDOFTEXT
+from whisfusion.vocabulary import Vocabulary
 from whisfusion.weights import fingerprint, load_whisper_weights
+from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
 
 ENCODER = EncoderConfig(mels=80, width=64, layers=1, heads=1)
 CONFIG = ModelConfig(
@@ -25,6 +28,7 @@ CONFIG = ModelConfig(
     detects_language=True,
     training={"recipe": "none", "steps": 0},
 )
+WHISPER = WhisperDecoderConfig(vocab_size=51_865, width=64, layers=1, heads=1, positions=16)
 GENERATION = PDDOptions(candidates=7, steps=2, trajectory=(1.0, 0.5), temperature=0.3)
 
 
@@ -76,6 +80,108 @@ def test_int8_keeps_every_row_within_half_a_step(folder):
         assert ((again - rows).abs() <= 0.5001 * step).all()
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     assert size < 1.1 * sum(value.numel() for value in before.values())
+
+
+@pytest.fixture
+def whisper():
+    torch.manual_seed(1)
+    whisper = WhisperDecoder(WHISPER)
+    torch.nn.init.normal_(whisper.positions)
+    return whisper.state_dict()
+
+
+def save_with_whisper(folder, whisper, **options):
+    torch.manual_seed(0)
+    decoder, encoder = DiffusionDecoder(CONFIG.decoder).state_dict(), WhisperEncoder(ENCODER).state_dict()
+    options = {"dtype": torch.float32, **options}
+    return save(folder, replace(CONFIG, whisper=WHISPER), decoder, encoder=encoder, whisper=whisper, **options)
+
+
+def test_whispers_decoder_is_part_of_the_folder(tmp_path, whisper):
+    folder = save_with_whisper(tmp_path / "model", whisper, file_bytes=8 << 20)
+    assert len(list(folder.glob("whisper-*.safetensors"))) > 1
+    model = load(folder, dtype=torch.float32)
+    assert model.config == replace(CONFIG, whisper=WHISPER)
+    assert model.whisper is not None
+    assert model.whisper.state_dict().keys() == whisper.keys()
+    assert all(torch.equal(model.whisper.state_dict()[name], value) for name, value in whisper.items())
+    assert not any(p.requires_grad for p in model.whisper.parameters())
+    # Saved without it, nothing is left of it.
+    save(folder, CONFIG, model.decoder.state_dict(), encoder=model.encoder.state_dict())
+    assert not list(folder.glob("whisper*"))
+    assert load(folder, dtype=torch.float32).whisper is None
+    assert "whisper" not in json.loads((folder / "config.json").read_text())
+
+
+def test_of_whispers_tokens_those_of_the_vocabulary_and_all_of_prompts_are_kept(tmp_path, whisper):
+    vocabulary = Vocabulary({"en": range(100, 900), "de": range(40_000, 40_300)})
+    tokens = vocabulary.tokens()
+    folder = save_with_whisper(tmp_path / "model", whisper, tokens=tokens)
+    assert (folder / "whisper.safetensors").stat().st_size < 0.2 * sum(4 * value.numel() for value in whisper.values())
+    after = load(folder, dtype=torch.float32).whisper.state_dict()
+    kept = torch.zeros(WHISPER.vocab_size, dtype=torch.bool)
+    kept[tokens[tokens < ENDOFTEXT]] = True
+    # Ids of languages and of what follows them are not the same in all Whispers.
+    kept[ENDOFTEXT:] = True
+    before_VD, after_VD = whisper["embed.weight"], after["embed.weight"]
+    assert torch.equal(after_VD[kept], before_VD[kept])
+    torch.testing.assert_close(after_VD[~kept], before_VD[kept].mean(0).expand_as(after_VD[~kept]), rtol=0, atol=1e-5)
+    assert all(torch.equal(value, after[name]) for name, value in whisper.items() if name != "embed.weight")
+
+
+def test_with_fewer_bits_the_encoder_still_has_eight(tmp_path, whisper):
+    folder = save_with_whisper(tmp_path / "model", whisper, dtype=torch.float16, int8=True, bits=6)
+    model = load(folder, dtype=torch.float32)
+    assert model.stored_int8
+    torch.manual_seed(0)
+    decoder, encoder = DiffusionDecoder(CONFIG.decoder).state_dict(), WhisperEncoder(ENCODER).state_dict()
+    for module, before, top in (
+        (model.decoder, decoder, 31),
+        (model.encoder, encoder, 127),
+        (model.whisper, whisper, 31),
+    ):
+        after = module.state_dict()
+        for name, value in before.items():
+            if value.dim() < 2:
+                continue
+            rows, again = value.flatten(1), after[name].flatten(1)
+            step = rows.abs().amax(1, keepdim=True) / top
+            assert ((again - rows).abs() <= 0.5001 * step).all()
+    size = (folder / "whisper.safetensors").stat().st_size
+    assert size < 0.8 * sum(value.numel() for value in whisper.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": 2}, r"blocks\.1.* is missing"),
+        ({"positions": 32}, r"positions has shape \(16, 64\), not \(32, 64\)"),
+        ({"vocab_size": 51_866}, "embed.weight has shape"),
+        ({"width": 32}, "whisper width 32 is not the encoder's width 64"),
+    ],
+)
+def test_a_whisper_that_does_not_fit_says_why(tmp_path, whisper, change, words):
+    folder = save_with_whisper(tmp_path / "model", whisper)
+    edit(folder, lambda raw: raw["whisper"].update(change))
+    with pytest.raises(ModelError, match=words):
+        load(folder, dtype=torch.float32)
+
+
+def test_whispers_decoder_and_its_shape_go_together(tmp_path, whisper):
+    decoder = DiffusionDecoder(CONFIG.decoder).state_dict()
+    for config, state in ((CONFIG, whisper), (replace(CONFIG, whisper=WHISPER), None)):
+        with pytest.raises(OptionError, match="goes with its weights"):
+            save(tmp_path / "model", config, decoder, whisper=state)
+
+
+def test_a_folder_of_0_1_with_a_detector_is_still_read(folder):
+    def change(raw):
+        (folder / "detector.safetensors").write_bytes((folder / "encoder.safetensors").read_bytes())
+        raw["detector"] = {"layers": 4, "hidden": 128, "width": 64, "heads": 8}
+        raw["files"]["detector.safetensors"] = sha256_of(folder / "detector.safetensors")
+
+    edit(folder, change)
+    assert load(folder, dtype=torch.float32).config == CONFIG
 
 
 def test_large_models_are_split_and_hashed(folder):

@@ -19,7 +19,7 @@ from conftest import RATE, hum
 from torch import Tensor
 
 import whisfusion
-from whisfusion import checkpoint
+from whisfusion import checkpoint, hub
 from whisfusion.averaging import averaged
 from whisfusion.cli import build_parser, main
 from whisfusion.cli.decoding import decoding_arguments
@@ -27,6 +27,7 @@ from whisfusion.cli.train import RECIPE_NAMES
 from whisfusion.errors import OptionError
 from whisfusion.train import RECIPES, TrainArgs
 from whisfusion.train.prepare import Stage
+from whisfusion.weights import load_whisper
 
 HELP_SECONDS = 0.5
 COMMANDS = (
@@ -212,9 +213,8 @@ def chosen(*words: str) -> dict:
 def test_presets_and_single_options():
     rest = {"seed": 0, "batch_size": 16}
     assert chosen() == rest
-    assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0, "looks": 0} | rest
-    assert chosen("--no_repair") == {"repair": False} | rest
-    assert chosen("--looks", "2") == {"looks": 2} | rest
+    assert chosen("--fast") == {"candidates": 1, "steps": 2, "temperature": 0.0} | rest
+    assert chosen("--no_proofread") == {"proofread": False} | rest
     assert chosen("--accurate", "-k", "7") == {"candidates": 7, "steps": 5} | rest
     assert chosen("--accurate", "--trajectory", "1,.5") == {"candidates": 15, "trajectory": (1.0, 0.5)} | rest
     assert (
@@ -232,8 +232,8 @@ def test_presets_and_single_options():
 def test_options_of_diffusion_are_refused_for_whisper():
     with pytest.raises(OptionError, match=r"--steps, --fast: .* not with --system whisper"):
         chosen("--system", "whisper", "--fast", "-n", "3")
-    with pytest.raises(OptionError, match="--no_repair: "):
-        chosen("--system", "whisper", "--no_repair")
+    with pytest.raises(OptionError, match="--no_proofread: "):
+        chosen("--system", "whisper", "--no_proofread")
 
 
 def encode(samples: np.ndarray, **settings: str) -> bytes:
@@ -478,6 +478,37 @@ def test_export_hands_on_a_model_that_needs_nothing_else(call, tiny_model: Path,
     assert re.search(r"experimental languages +ja, de\n", told)
     assert not re.search(r"^languages.*ja", told, re.MULTILINE)
     assert call("export", tiny_model, "--out", out, "--experimental", "xx").status == 2
+
+
+def test_export_hands_on_whispers_decoder_too(
+    call, tiny_clip_model: Path, tiny_whisper, make_wav, monkeypatch, tmp_path
+):
+    model, out, again = tmp_path / "model", tmp_path / "handed_on", tmp_path / "again"
+    shutil.copytree(tiny_clip_model, model)
+    answer = call("export", model, "--out", out, "--whisper", "--encoder")
+    assert answer.status == 1
+    assert "whisfusion pull whisper-base" in answer.err
+    resolve = hub.resolve
+    monkeypatch.setattr(hub, "resolve", lambda name: tiny_whisper if name == "whisper-base" else resolve(name))
+    text = tmp_path / "text.txt"
+    text.write_text("Good morning, everyone.\n", encoding="utf-8")
+    spoken = [word for code in ("en", "de", "ja") for word in ("--text", f"{code}={text}")]
+    assert call("vocabulary", model, *spoken).status == 0
+    answer = call("export", model, "--out", out, "--whisper", "--encoder", "--int8", "--bits", "6", "--drop_unused")
+    assert answer.status == 0, answer.err
+    told = call("info", out).out
+    assert re.search(r"whisper layers +1\n", told)
+    assert "sha256 whisper.safetensors" in told
+    before, after = load_whisper(tiny_whisper).decoder, checkpoint.load(out, dtype=torch.float32).whisper
+    weight, same = (whisper.blocks[0].ffn.up.weight for whisper in (before, after))
+    step = weight.abs().amax(1, keepdim=True) / 31
+    assert ((same - weight).abs() <= 0.5001 * step).all()
+    # From now on no other Whisper is needed, and what has its decoder hands it on.
+    monkeypatch.setattr(hub, "resolve", resolve)
+    assert call("transcribe", make_wav("a.wav"), "--model", out).status == 0
+    assert call("export", out, "--out", again, "--encoder", "--int8", "--bits", "6").status == 0
+    assert checkpoint.load(again, dtype=torch.float32).config.whisper == after.config
+    assert call("export", out, "--out", again, "--bits", "9").status == 2
 
 
 def test_export_averages_two_runs(call, tiny_model: Path, tmp_path: Path):

@@ -21,12 +21,11 @@ from whisfusion.errors import OptionError
 from whisfusion.fused import FusedEncoder, FusedStack
 from whisfusion.loading import load
 from whisfusion.pdd import PDDOptions
-from whisfusion.selection import WhisperRerank
 from whisfusion.systems import DiffusionSystem
-from whisfusion.tokenizer import get_tokenizer
+from whisfusion.tokenizer import LANGUAGES
 from whisfusion.transcriber import DecodingOptions, Stopwatch, Transcriber, Window
 from whisfusion.vocabulary import Vocabulary
-from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig
+from whisfusion.whisper import WhisperDecoder, WhisperDecoderConfig, detect_language
 
 # Sums in another order: of features of about 1 in float32, and of log-probabilities, which are float32 in any case.
 STATES_TOLERANCE = 2e-5
@@ -85,7 +84,18 @@ def unsettle(module: torch.nn.Module) -> None:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-def make_model(config: ModelConfig, vocabulary: Vocabulary | None = None) -> Model:
+def make_whisper(vocab_size: int) -> WhisperDecoder:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        whisper = WhisperDecoder(WhisperDecoderConfig(vocab_size, width=64, layers=2, heads=1, positions=448))
+        torch.nn.init.normal_(whisper.positions)
+    unsettle(whisper)
+    return whisper.double()
+
+
+def make_model(
+    config: ModelConfig, vocabulary: Vocabulary | None = None, whisper: WhisperDecoder | None = None
+) -> Model:
     torch.manual_seed(7)
     decoder, encoder = DiffusionDecoder(config.decoder), WhisperEncoder(config.encoder)
     for module in (decoder, encoder):
@@ -94,7 +104,9 @@ def make_model(config: ModelConfig, vocabulary: Vocabulary | None = None) -> Mod
     if config.decoder.anchors:
         decoder.anchors.weigh.bias.data += 1
     decoder, encoder = decoder.double().requires_grad_(False).eval(), encoder.double()
-    return Model(config, decoder, encoder, PDDOptions(candidates=3), vocabulary)
+    if whisper is not None:
+        config = dataclasses.replace(config, whisper=whisper.config)
+    return Model(config, decoder, encoder, PDDOptions(candidates=3), vocabulary, whisper=whisper)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -175,6 +187,35 @@ def test_languages_are_found_on_the_way():
     assert_same(pair, CLIPS, language=["de", None, "ja"], temperature=0.5)
 
 
+@pytest.mark.parametrize("vocab_size", [51_865, 51_866])
+def test_languages_are_found_by_whispers_decoder_where_it_is_there(vocab_size):
+    known = tuple(code for code in LANGUAGES if code not in ("en", "yue"))
+    config = dataclasses.replace(MODELS["ours"], languages=known, detects_language=False)
+    whisper, clips = make_whisper(vocab_size), [hum(0.3 + 1.3 * i, i) for i in range(8)]
+    for block in whisper.blocks:
+        block.cross_attn.out.weight *= 20
+    pair = both(make_model(config, whisper=whisper))
+    options = {"candidates": 1, "steps": 1, "proofread": False}
+    assert_same(pair, clips, language=None, **options)
+    found = [transcript.language for transcript in pair[0].transcribe(clips, **options)]
+    assert len(set(found)) > 1
+    system = pair[0].system
+    for clip, language in zip(clips, found, strict=True):
+        audio_BTD, heard_BT = system._encode([Window(clip, 0, None)], Stopwatch({}))
+        (of_all,) = detect_language(whisper, audio_BTD, audio_mask_BT=heard_BT)
+        assert next(code for code in of_all if code in config.languages) == language
+
+
+def test_reranking_leaves_weights_where_graphs_have_found_them():
+    """A graph that tells the language has the addresses of Whisper's weights."""
+    model = make_model(MODELS["ours"], whisper=make_whisper(51_865))
+    _, fast = both(model)
+    places = [parameter.data_ptr() for parameter in model.whisper.parameters()]
+    for selection in ("mbr", "rerank"):
+        fast.transcribe(CLIPS[0], selection=selection, proofread=False)
+    assert [parameter.data_ptr() for parameter in model.whisper.parameters()] == places
+
+
 def test_tokens_of_other_languages_are_not_written():
     vocabulary = Vocabulary({"en": range(0, 40_000, 3), "de": range(500)})
     pair = both(make_model(MODELS["ours"], vocabulary))
@@ -187,71 +228,8 @@ def test_tokens_of_other_languages_are_not_written():
 @pytest.mark.parametrize("name", ["paper", "ours"])
 @pytest.mark.parametrize("vocab_size", [51_865, 51_866])
 def test_reranking_on_the_way_gives_whispers_likelihoods(name, vocab_size):
-    torch.manual_seed(3)
-    whisper = WhisperDecoder(WhisperDecoderConfig(vocab_size, width=64, layers=2, heads=1, positions=448))
-    torch.nn.init.normal_(whisper.positions)
-    unsettle(whisper)
-    whisper.double()
-    pair = both(make_model(MODELS[name]))
-    for transcriber in pair:
-        transcriber.system._rerank = WhisperRerank(whisper)
-    assert_same(pair, CLIPS, selection="rerank", temperature=0.5)
-
-
-@pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])
-@pytest.mark.parametrize("looks", [0, 2])
-def test_what_is_mended_is_mended_alike(name, looks):
-    pair = both(make_model(MODELS[name]))
-    assert_same(pair, CLIPS, repair=True, looks=looks, temperature=0.5)
-
-
-def test_random_weights_leave_something_to_mend():
-    plain, _ = both(make_model(MODELS["ours, adapter, padded"]))
-    options = {"temperature": 0.5, "language": "en"}
-    mended, drawn = ([t.text for t in plain.transcribe(CLIPS, **options, repair=repair)] for repair in (True, False))
-    assert mended != drawn
-
-
-@pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])
-@torch.no_grad()
-def test_a_look_sees_the_same(name):
-    model = make_model(MODELS[name], Vocabulary({"en": list(range(100, 400)), "de": list(range(200, 900))}))
-    plain, fast = (transcriber.system for transcriber in both(model))
-    batch = [
-        Window(clip, i, language) for i, (clip, language) in enumerate(zip(CLIPS, ("en", "de", "en"), strict=True))
-    ]
-    texts = [(200, 300, 250), (), (399, 899, 150, 210, 220)]
-    audio_BTD, heard_BT = plain._encode(batch, Stopwatch({}))
-    predictor, _ = plain._listen(batch, audio_BTD, heard_BT)
-    spoken = [window.language or "" for window in batch]
-    columns, head = plain._vocabulary(spoken)
-    prompts_BP = torch.tensor([get_tokenizer().prompt(language) for language in spoken])
-    expected = plain._look(dataclasses.replace(predictor, head=head), columns, prompts_BP, texts)
-    options = DecodingOptions(PDDOptions(), repair=True, looks=1)
-    found = fast._engine.start(batch, options)({}).look(texts)
-    for one, other, text in zip(expected, found, texts, strict=True):
-        assert one.candidate.tokens == other.candidate.tokens == text
-        assert len(one.thoughts.tokens) == len(one.candidate.logprobs) == len(text) + 1
-        assert other.candidate.logprobs == pytest.approx(one.candidate.logprobs, abs=LOGPROB_TOLERANCE)
-        assert torch.equal(one.thoughts.tokens, other.thoughts.tokens.long())
-        torch.testing.assert_close(other.thoughts.logprobs, one.thoughts.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
-
-
-def test_what_is_mended_is_looked_at_once_by_default(monkeypatch):
-    plain, _ = both(make_model(MODELS["ours, adapter"]))
-    look, seen = plain.system._look, []
-    monkeypatch.setattr(plain.system, "_look", lambda *known: seen.append(known) or look(*known))
-    for options, times in (({}, 1), ({"looks": 2}, 2), ({"looks": 0}, 0), ({"repair": False}, 0)):
-        seen.clear()
-        plain.transcribe(CLIPS[0], language="en", **options)
-        assert len(seen) == times
-
-
-def test_looks_need_repair():
-    plain, _ = both(make_model(MODELS["ours, adapter"]))
-    for options in ({"looks": -1}, {"looks": 1, "repair": False}):
-        with pytest.raises(OptionError, match="looks must be"):
-            plain.transcribe(CLIPS[0], language="en", **options)
+    pair = both(make_model(MODELS[name], whisper=make_whisper(vocab_size)))
+    assert_same(pair, CLIPS, selection="rerank", temperature=0.5, proofread=False)
 
 
 @pytest.mark.parametrize("name", ["ours, adapter", "ours, convolutions", "ours, adapter, padded"])

@@ -322,20 +322,3 @@ def test_uniforms_are_a_function_of_the_seed():
     assert first.shape == (5, 3, 2, 32)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_first_thoughts_are_the_likeliest_tokens_of_the_empty_canvas(share):
-    predictor = Dice([[1, 2], [3]], canvas=12)
-    prompts = torch.tensor([PROMPT] * 2)
-    options = PDDOptions(candidates=3, share_first_step=share)
-    decoded = parallel_decode(predictor, prompts, [12, 8], [0, 1], options, choices=2)
-    assert decoded.thoughts is not None
-    own = decoded.thoughts.of(1, slice(len(PROMPT), 8))
-    assert own.tokens.tolist() == [[10, 11]] * 4
-    assert own.logprobs.tolist() == [pytest.approx([math.log(0.5), math.log(0.3)], abs=1e-5)] * 4
-    # Beyond an utterance's canvas nothing was thought of.
-    assert (decoded.thoughts.logprobs[1, 8:] == -math.inf).all()
-    plain = parallel_decode(predictor, prompts, [12, 8], [0, 1], options)
-    assert plain.thoughts is None
-    assert plain.candidates == decoded.candidates

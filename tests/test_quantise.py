@@ -117,6 +117,23 @@ def test_a_matrix_with_a_few_large_numbers_is_kept_deflated():
         dequantise(stored | {"w:deflated": stored["w:deflated"][:-9]})
 
 
+def test_of_fewer_bits_numbers_are_smaller_and_deflated():
+    torch.manual_seed(0)
+    matrix, sizes = torch.randn(400, 600), []
+    for bits in (4, 6, 8):
+        stored = quantise.quantise(
+            {"w": matrix, "conv": matrix.view(400, 200, 3), "b": matrix[0]}, torch.float32, bits=bits
+        )
+        again, top = dequantise(stored), 2 ** (bits - 1) - 1
+        step = matrix.abs().amax(1, keepdim=True) / top
+        assert ((again["w"] - matrix).abs() <= 0.5001 * step).all()
+        assert torch.equal(again["conv"].view(400, 600), again["w"])
+        assert torch.equal(again["b"], matrix[0])
+        assert stored["conv:int8"].abs().max() == top
+        sizes.append(sum(value.nbytes for name, value in stored.items() if name.startswith("w")))
+    assert sizes[0] < 0.75 * sizes[1] < 0.75 * 0.75 * sizes[2]
+
+
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_block_is_near_the_plain_one(cross, masked):
@@ -232,7 +249,7 @@ def first_logits(system, clip, samples):
     tokens_GL[0, :PROMPT_LENGTH] = torch.tensor(get_tokenizer().prompt(clip.language))
     audio_BTD = model.encoder(log_mel([samples], n_mels=model.config.encoder.mels, window="clip").mel_BMF)
     states_GLD = model.decoder(tokens_GL, model.decoder.listen(audio_BTD, positions=positions))
-    _, head = system._vocabulary([clip.language])
+    _, head = system._vocabulary([clip.language], model.decoder.output_weight, "decoder")
     return head(states_GLD[0, PROMPT_LENGTH:])
 
 

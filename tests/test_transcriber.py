@@ -178,17 +178,42 @@ def test_selection_by_name(model):
         model.transcribe(clip, language="en", selection="best")
 
 
-def test_repair_needs_an_adapter(tiny_model, clip_model):
-    clip, options = hum(2.0), {"language": "en", "temperature": 0.5}
-    mended, plain = (clip_model.transcribe(clip, **options, repair=repair) for repair in (True, False))
+@pytest.fixture
+def nothing_is_downloaded(monkeypatch, tmp_path):
+    monkeypatch.setenv("WHISFUSION_CACHE", str(tmp_path))
+    monkeypatch.setenv("WHISFUSION_OFFLINE", "1")
+
+
+@pytest.mark.usefixtures("nothing_is_downloaded")
+def test_proofreading_is_the_default_where_whispers_decoder_is_there(tiny_whole_model, clip_model):
+    model, options = load_with_opinions(tiny_whole_model), {"language": "en", "temperature": 0.5}
+    read, drawn = ([model.transcribe(hum(2.0, i), **options, proofread=p) for i in range(3)] for p in (True, False))
     # What was drawn is the same, and is told beside what became of it.
-    assert [s.candidates for s in mended.segments] == [s.candidates for s in plain.segments]
-    assert plain.text in [candidate.text for candidate in plain.segments[0].candidates]
-    assert clip_model.transcribe(clip, **options).text == mended.text
-    oracle = clip_model.transcribe(clip, **options, selection="oracle", reference="anything")
+    assert [t.segments[0].candidates for t in read] == [t.segments[0].candidates for t in drawn]
+    assert all(t.text in [candidate.text for candidate in t.segments[0].candidates] for t in drawn)
+    assert [t.text for t in read] != [t.text for t in drawn]
+    assert [model.transcribe(hum(2.0, i), **options).text for i in range(3)] == [t.text for t in read]
+    assert all("proofread" in t.timings for t in read)
+    assert not any("proofread" in t.timings for t in drawn)
+    oracle = model.transcribe(hum(2.0), **options, selection="oracle", reference="anything")
     assert oracle.text in [candidate.text for candidate in oracle.segments[0].candidates]
-    with pytest.raises(OptionError, match="adapter"):
-        whisfusion.load(tiny_model, device="cpu").transcribe(clip, **options, repair=True)
+    # Where it is not, nothing is.
+    assert "proofread" not in clip_model.transcribe(hum(2.0), **options).timings
+
+
+@pytest.mark.usefixtures("nothing_is_downloaded")
+def test_proofreading_without_whispers_weights_names_the_command(model):
+    with pytest.raises(whisfusion.WhisfusionError, match="whisfusion pull whisper-base"):
+        model.transcribe(hum(1.0), language="en", proofread=True)
+
+
+def test_proofreading_takes_whispers_weights_from_the_cache(tiny_model, tiny_whisper, monkeypatch):
+    model, asked = load_with_opinions(tiny_model), []
+    monkeypatch.setattr("whisfusion.weights.hub.resolve", lambda name: asked.append(name) or tiny_whisper)
+    for _ in range(2):
+        transcript = model.transcribe(hum(1.0), language="en", proofread=True)
+        assert "proofread" in transcript.timings
+    assert asked == ["whisper-base"]
 
 
 def test_spelling_needs_an_adapter(tiny_model, clip_model):
@@ -198,9 +223,20 @@ def test_spelling_needs_an_adapter(tiny_model, clip_model):
         whisfusion.load(tiny_model, device="cpu").transcribe(hum(1.0), language="en", selection="spelling")
 
 
-def test_rerank_without_whispers_weights_names_the_command(model, monkeypatch, tmp_path):
-    monkeypatch.setenv("WHISFUSION_CACHE", str(tmp_path))
-    monkeypatch.setenv("WHISFUSION_OFFLINE", "1")
+@pytest.mark.usefixtures("nothing_is_downloaded")
+def test_rerank_takes_the_models_own_whisper(tiny_whole_model):
+    model = load_with_opinions(tiny_whole_model)
+    (segment,) = model.transcribe(
+        hum(1.0), language="en", selection="rerank", temperature=1.0, proofread=False
+    ).segments
+    scores = [candidate.score for candidate in segment.candidates]
+    assert len(set(scores)) > 1
+    # Of a character that was cut in two nothing is shown.
+    assert segment.text == segment.candidates[scores.index(max(scores))].text.replace("\ufffd", "")
+
+
+@pytest.mark.usefixtures("nothing_is_downloaded")
+def test_rerank_without_whispers_weights_names_the_command(model):
     with pytest.raises(whisfusion.WhisfusionError, match="whisfusion pull whisper-base"):
         model.transcribe(hum(1.0), language="en", selection="rerank")
 

@@ -249,6 +249,6 @@ def test_windows_hold_the_clip_and_then_nothing():
 
 
 def test_prompts_use_the_ids_of_the_model():
-    prompt = whisper._prompts(["en", "ja"], 2, OLD_VOCABULARY).tolist()
+    prompt = whisper.prompts(["en", "ja"], 2, OLD_VOCABULARY).tolist()
     assert prompt == [[50_258, 50_259, TRANSCRIBE - 1, 50_363], [50_258, 50_266, TRANSCRIBE - 1, 50_363]]
-    assert whisper._prompts("en", 1, NEW_VOCABULARY).tolist() == [[50_258, 50_259, TRANSCRIBE, 50_364]]
+    assert whisper.prompts("en", 1, NEW_VOCABULARY).tolist() == [[50_258, 50_259, TRANSCRIBE, 50_364]]

@@ -107,7 +107,8 @@ class GraphEngine:
         self._language_ids_X = torch.tensor(
             [tokenizer.language_id(code) for code in model.config.languages], device=self._device
         )
-        self._scorer: Scorer | None = None
+        # It lays the decoder's weights anew: before a graph that tells the language knows where they are.
+        self._scorer = None if model.whisper is None else Scorer(model.whisper, attend)
         self._graphs = Graphs(self._device) if capture else None
         self._lock = threading.Lock()
 

@@ -131,7 +131,8 @@ class DiffusionSystem:
     def _finish(
         self, decoding: Decoding, batch: Sequence[Window], options: DecodingOptions, timings: dict[str, float]
     ) -> list[Heard]:
-        watch = Stopwatch(timings, self._device)
+        # Not the device's: it is at work on the next batch.
+        watch = Stopwatch(timings)
         nothing = [None] * len(batch)
         pools = [
             pool_of(

@@ -63,6 +63,20 @@ def test_graphs_write_what_the_plain_path_writes(shape, options):
     assert same >= SAME_TEXTS * count
 
 
+def test_a_graph_that_finds_the_language_finds_it_after_reranking_too():
+    subject = subject_of("trial", torch.float32)
+    config = dataclasses.replace(subject.model.config, whisper=subject.whisper.config)
+    model = dataclasses.replace(subject.model, config=config, whisper=subject.whisper)
+    subject = dataclasses.replace(subject, model=model)
+    plain, fast = Rehearsal(subject, None, []), Rehearsal(subject, GraphEngine(model), [])
+    batch = [dataclasses.replace(window, language=None) for window in windows(3.0, 2.0)]
+    options = DecodingOptions(PDDOptions(candidates=1, steps=1), proofread=False)
+    expected = [heard.language for heard in plain.recognise(batch, options, {})]
+    for selection in ("mbr", "rerank", "mbr"):
+        found = fast.start(batch, dataclasses.replace(options, selection=selection), {})()
+        assert [heard.language for heard in found] == expected
+
+
 @torch.no_grad()
 def test_bf16_features_are_as_near_to_float32_as_the_plain_paths():
     exact = random_subject("trial", torch.device("cuda"), torch.float32).model

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 The paper's protocol: as many short clips as long ones, six bins of five seconds, 14.7 s on average; the timer covers
-encoder, decoding, selection and reranking. Without --data the clips are made up; without --model weights are random.
+encoder, decoding, selection, reranking and proofreading. Without --data the clips are made up; without --model
+weights are random.
 
 examples:
   whisfusion bench --model base --data test/*.jsonl
@@ -123,5 +124,7 @@ def _subject(arguments: Arguments, device: "torch.device", dtype: "torch.dtype")
     from whisfusion.weights import load_whisper
 
     model = checkpoint.load(hub.resolve(arguments.model), device=device, dtype=dtype)
-    whisper = load_whisper(model.config.encoder_name, device, dtype).decoder if arguments.rerank else None
+    whisper = model.whisper
+    if arguments.rerank and whisper is None:
+        whisper = load_whisper(model.config.encoder_name, device, dtype).decoder
     return Subject(Path(arguments.model).name, model, whisper, random=False)

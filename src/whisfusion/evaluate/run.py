@@ -214,6 +214,6 @@ def _hypothesis(transcript: Transcript, detected: bool) -> dict[str, Any]:
 
 
 def _chosen(segment: Segment) -> int:
-    """Which candidate became the segment's text, before that was mended."""
+    """Which candidate became the segment's text, before that was proofread."""
     chosen = [i for i, candidate in enumerate(segment.candidates) if candidate.confidence == segment.avg_logprob]
     return next((i for i in chosen if segment.candidates[i].text == segment.text), chosen[0])

@@ -77,7 +77,7 @@ class Score:
     language: str
     measure: Measure
     selected: Rate
-    """Of the text that the run selected, and mended where it did that."""
+    """Of the text that the run selected, proofread where it did that."""
     drawn: Rate | None
     """Of the candidate that it selected, before it was proofread; None where no hypothesis has candidates."""
     confidence: float | None

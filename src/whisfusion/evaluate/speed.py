@@ -2,7 +2,8 @@
 
 At batch 1 utterances run one after another, the device waited for at both ends of each, selection inside the timer. In
 larger batches it is wall time over the whole set: selection of one batch overlaps the next, as it does for users. The
-timer covers encoder, decoding, selection and reranking; the spectrogram is outside it, and in a second figure inside.
+timer covers encoder, decoding, selection, reranking and proofreading; the spectrogram is outside it, and in a second
+figure inside.
 """
 
 import random
@@ -23,7 +24,7 @@ from whisfusion.errors import OptionError
 from whisfusion.evaluate.speed_set import SpeedClip, misheard
 from whisfusion.normalise import normalise
 from whisfusion.pdd import PDDOptions
-from whisfusion.selection import Pool, WhisperRerank
+from whisfusion.selection import Pool
 from whisfusion.systems import DiffusionSystem
 from whisfusion.tokenizer import SAMPLEABLE, get_tokenizer
 from whisfusion.train.flops import encoder_flops
@@ -137,7 +138,7 @@ class Rehearsal(DiffusionSystem):
         self.engine = engine
         self._scripts: dict[str, _Script] = {}
         if subject.whisper is not None:
-            self._rerank = WhisperRerank(subject.whisper)
+            self._whisper = subject.whisper
         if subject.random:
             rng = random.Random(0)
             for clip in clips:
@@ -171,7 +172,7 @@ class Stage:
 
     def measure(self, *, batch: int, pdd: PDDOptions, rerank: bool) -> tuple[Row, Row]:
         """Milliseconds an utterance, the spectrogram outside the timer and inside it."""
-        options = DecodingOptions(pdd, "rerank" if rerank else "mbr")
+        options = self._system._settled(DecodingOptions(pdd, "rerank" if rerank else "mbr"))
         batches = self.batches(batch)
         self._warm(batches, options)
         spent: dict[str, float] = {}
