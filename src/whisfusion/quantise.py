@@ -85,6 +85,19 @@ def _deflated(whole_ND: Tensor) -> bytes:
     return deflate.compress(whole_ND.numpy().tobytes()) + deflate.flush()
 
 
+def _stored_top(x_ND: Tensor) -> int:
+    """What to make of the largest number in each row, so that those of a matrix that was stored in few bits stay whole."""
+
+    def rounding(top: int) -> float:
+        whole_ND, scale_N1 = quantise_rows(few_ND, top)
+        return (whole_ND * scale_N1 - few_ND).abs().sum().item()
+
+    few_ND = x_ND[:8]
+    stored = (2**bits - 1 for bits in range(6, 1, -1))
+    best = min((_TOP // top * top for top in stored), key=rounding)
+    return best if rounding(best) < 0.01 * rounding(_TOP) else _TOP
+
+
 def is_quantised(stored: Mapping[str, Tensor]) -> bool:
     """Whether `stored` is what `quantise` makes."""
     return any(name.endswith(_SCALE) for name in stored)
@@ -139,7 +152,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight_ND: Tensor, bias_N: Tensor | None = None) -> None:
         super().__init__()
-        whole_ND, scale_N1 = quantise_rows(weight_ND.detach().float())
+        weight_ND = weight_ND.detach().float()
+        whole_ND, scale_N1 = quantise_rows(weight_ND, _stored_top(weight_ND))
         # oneDNN's own layout, which no other operation can read: so not a buffer.
         self._packed = torch.ops.onednn.qlinear_prepack(whole_ND, None)
         self._scale_N = scale_N1.flatten()
