@@ -101,6 +101,13 @@ def test_what_was_stored_as_int8_is_multiplied_by_the_numbers_that_were_stored()
     assert not quantise.is_quantised({"w": matrix})
 
 
+def test_what_counts_tokens_is_not_rounded_with_the_rest():
+    row = torch.randn(1, 256)
+    stored = quantise.quantise({"weigh": row, "w": torch.randn(2, 256)}, torch.bfloat16, bits=6)
+    assert torch.equal(stored["weigh"], row.bfloat16())
+    assert not any(name.startswith("weigh:") for name in stored)
+
+
 @pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3])
 def test_what_was_stored_in_few_bits_is_multiplied_by_the_numbers_that_were_stored(bits):
     matrix = torch.randn(300, 64) * torch.logspace(-4, 2, 300)[:, None]

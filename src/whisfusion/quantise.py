@@ -41,7 +41,7 @@ def _scale(x_ND: Tensor, top: int = _TOP) -> Tensor:
 
 
 def quantise(state: Mapping[str, Tensor], dtype: torch.dtype, *, bits: int = 8) -> dict[str, Tensor]:
-    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`.
+    """Matrices as int8 with a float32 scale per row, under two names; vectors, and matrices of one row, as `dtype`.
 
     Small numbers are more frequent than large ones, the more so where rows have a few large ones: deflating makes the
     matrix smaller. With fewer `bits` numbers are smaller still: six come to two thirds of the size.
@@ -49,7 +49,8 @@ def quantise(state: Mapping[str, Tensor], dtype: torch.dtype, *, bits: int = 8) 
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
         value = value.detach().cpu()
-        if value.dim() < 2:
+        # The one row that counts tokens (`memory.Anchors`) adds up over the whole audio: rounded, it miscounts.
+        if value.dim() < 2 or len(value) == 1:
             stored[name] = value.to(dtype) if value.is_floating_point() else value
             continue
         whole, scale = quantise_rows(value.float().flatten(1), 2 ** (bits - 1) - 1)
@@ -86,7 +87,7 @@ def _deflated(whole_ND: Tensor) -> bytes:
 
 
 def _stored_top(x_ND: Tensor) -> int:
-    """What to make of the largest number in each row, so that those of a matrix that was stored in few bits stay whole."""
+    """What the largest number in each row becomes, such that what was stored in few bits stays as it is."""
 
     def rounding(top: int) -> float:
         whole_ND, scale_N1 = quantise_rows(few_ND, top)
