@@ -101,6 +101,20 @@ def test_what_was_stored_as_int8_is_multiplied_by_the_numbers_that_were_stored()
     assert not quantise.is_quantised({"w": matrix})
 
 
+def test_what_counts_tokens_is_not_rounded_with_the_rest():
+    row = torch.randn(1, 256)
+    stored = quantise.quantise({"weigh": row, "w": torch.randn(2, 256)}, torch.bfloat16, bits=6)
+    assert torch.equal(stored["weigh"], row.bfloat16())
+    assert not any(name.startswith("weigh:") for name in stored)
+
+
+@pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3])
+def test_what_was_stored_in_few_bits_is_multiplied_by_the_numbers_that_were_stored(bits):
+    matrix = torch.randn(300, 64) * torch.logspace(-4, 2, 300)[:, None]
+    weight = dequantise(quantise.quantise({"w": matrix}, torch.float32, bits=bits))["w"]
+    torch.testing.assert_close(Int8Linear(weight)(torch.eye(64)).T, weight, rtol=1e-5, atol=1e-9)
+
+
 def test_a_matrix_with_a_few_large_numbers_is_kept_deflated():
     torch.manual_seed(0)
     matrix = torch.randn(40, 600)

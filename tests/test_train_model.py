@@ -104,6 +104,26 @@ def test_a_fine_tuned_model_keeps_what_it_knew(tiny_clip_model, tmp_path):
     assert not torch.equal(before["embed.weight"], after["embed.weight"])
 
 
+def test_whispers_decoder_stays_unless_there_are_other_languages(tiny_whole_model, tmp_path):
+    settings = {"steps": "2", "warmup_steps": "1", "sampler.utterances": "8"}
+    args = TrainArgs("finetune", data=(str(CLIPS),), out=tmp_path / "run", settings=settings, device="cpu", workers=1)
+    assert main(replace(args, init_from=str(tiny_whole_model)))
+    before, after = (checkpoint.load(folder, dtype=torch.float32) for folder in (tiny_whole_model, args.out / "model"))
+    assert after.config.whisper == before.config.whisper
+    state = after.whisper.state_dict()
+    assert all(
+        torch.equal(value.bfloat16().float(), state[name]) for name, value in before.whisper.state_dict().items()
+    )
+    # As it may have been stored without what other languages are written in.
+    ours = replace(before.config, languages=("de", "ja"))
+    parts = {"encoder": before.encoder.state_dict(), "whisper": before.whisper.state_dict()}
+    folder = checkpoint.save(tmp_path / "ours", ours, before.decoder.state_dict(), **parts)
+    assert main(replace(args, out=tmp_path / "other", init_from=str(folder)))
+    after = checkpoint.load(tmp_path / "other" / "model", dtype=torch.float32)
+    assert after.config.languages == ("de", "ja", "en")
+    assert after.whisper is None
+
+
 def test_a_decoder_that_does_not_fit_its_encoder_is_refused(tiny_whisper, tmp_path):
     settings = SMALL | {"random_encoder": "none", "encoder": str(tiny_whisper)}
     del settings["random_encoder.layers"], settings["random_encoder.width"]

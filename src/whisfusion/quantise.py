@@ -41,7 +41,7 @@ def _scale(x_ND: Tensor, top: int = _TOP) -> Tensor:
 
 
 def quantise(state: Mapping[str, Tensor], dtype: torch.dtype, *, bits: int = 8) -> dict[str, Tensor]:
-    """Matrices as int8 with a float32 scale per row, under two names; vectors as `dtype`.
+    """Matrices as int8 with a float32 scale per row, under two names; vectors, and matrices of one row, as `dtype`.
 
     Small numbers are more frequent than large ones, the more so where rows have a few large ones: deflating makes the
     matrix smaller. With fewer `bits` numbers are smaller still: six come to two thirds of the size.
@@ -49,7 +49,8 @@ def quantise(state: Mapping[str, Tensor], dtype: torch.dtype, *, bits: int = 8) 
     stored: dict[str, Tensor] = {}
     for name, value in state.items():
         value = value.detach().cpu()
-        if value.dim() < 2:
+        # The one row that counts tokens (`memory.Anchors`) adds up over the whole audio: rounded, it miscounts.
+        if value.dim() < 2 or len(value) == 1:
             stored[name] = value.to(dtype) if value.is_floating_point() else value
             continue
         whole, scale = quantise_rows(value.float().flatten(1), 2 ** (bits - 1) - 1)
@@ -83,6 +84,19 @@ def _deflated(whole_ND: Tensor) -> bytes:
     """Nothing in weights repeats itself: only how often each number occurs is of use."""
     deflate = zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)
     return deflate.compress(whole_ND.numpy().tobytes()) + deflate.flush()
+
+
+def _stored_top(x_ND: Tensor) -> int:
+    """What the largest number in each row becomes, such that what was stored in few bits stays as it is."""
+
+    def rounding(top: int) -> float:
+        whole_ND, scale_N1 = quantise_rows(few_ND, top)
+        return (whole_ND * scale_N1 - few_ND).abs().sum().item()
+
+    few_ND = x_ND[:8]
+    stored = (2**bits - 1 for bits in range(6, 1, -1))
+    best = min((_TOP // top * top for top in stored), key=rounding)
+    return best if rounding(best) < 0.01 * rounding(_TOP) else _TOP
 
 
 def is_quantised(stored: Mapping[str, Tensor]) -> bool:
@@ -139,7 +153,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight_ND: Tensor, bias_N: Tensor | None = None) -> None:
         super().__init__()
-        whole_ND, scale_N1 = quantise_rows(weight_ND.detach().float())
+        weight_ND = weight_ND.detach().float()
+        whole_ND, scale_N1 = quantise_rows(weight_ND, _stored_top(weight_ND))
         # oneDNN's own layout, which no other operation can read: so not a buffer.
         self._packed = torch.ops.onednn.qlinear_prepack(whole_ND, None)
         self._scale_N = scale_N1.flatten()

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +145,7 @@ def model_config(
         if before is None
         else tuple(dict.fromkeys([*before.config.experimental, *(c for c in languages if c not in start.languages)])),
         detects_language=recipe.language_share > 0 or start.detects_language,
-        whisper=start.model.config.whisper if start.model is not None else None,
+        whisper=start.model.config.whisper if start.model is not None and _knows(start.model, languages) else None,
         training=facts,
     )
 
@@ -158,7 +158,12 @@ class Inherited:
     vocabulary: Vocabulary | None
     """The tokens that it could write, and those of what it is trained on."""
     whisper: WhisperDecoder | None
-    """As it was: the encoder that it listens to stays the same."""
+    """As it was: the encoder that it listens to stays the same. None where it may not know what was learned."""
+
+
+def _knows(before: Model, languages: Iterable[str]) -> bool:
+    """Whether these are a model's own: of another language's tokens its Whisper may have been stored without most."""
+    return set(languages) <= set(before.config.languages)
 
 
 def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> Inherited:
@@ -172,7 +177,8 @@ def inherit(before: Model, recipe: Recipe, utterances: Sequence[Utterance]) -> I
         # A language without a list may be written in any token.
         more = {code: token_list(own) for code, own in texts.items() if code in vocabulary}
         vocabulary = Vocabulary({code: [*ids_V.tolist(), *more.get(code, ())] for code, ids_V in vocabulary.items()})
-    return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, before.whisper)
+    whisper = before.whisper if _knows(before, {utterance.language for utterance in utterances}) else None
+    return Inherited(before.generation if recipe.dev == PDDOptions() else recipe.dev, vocabulary, whisper)
 
 
 def ears(start: StartingPoint, device: torch.device) -> Listen:
