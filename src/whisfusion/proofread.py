@@ -12,6 +12,7 @@ alternatives, E tokens that an edit may replace, S spots of an utterance where W
 positions, D width.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -187,7 +188,7 @@ class _Reader:
         ends = np.cumsum([0, *(len(text) + 1 for text in texts)])
         readings = [
             _Reading(text, anew_R, _Seen(*(part[start:end] for part in seen)))
-            for text, anew_R, start, end in zip(texts, anew, ends, ends[1:], strict=False)
+            for text, anew_R, (start, end) in zip(texts, anew, itertools.pairwise(ends), strict=True)
         ]
         self._go_on(readings, text_BL, tokens_BL.shape[1], cache)
         return [reading.edits for reading in readings]
